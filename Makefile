@@ -6,7 +6,8 @@
 #             them: make timing NOTEBOOKS="notebooks/06*.ipynb"
 # make soak   runs the tests of the night: hundreds of launches, interrupts and kills; and the cases,
 #             such as those on the other backend, that make test leaves out
-# make browser   runs lesson 1 in Chromium, as a learner would
+# make browser   builds the site, and looks at it and at lesson 1 in Chromium, as a learner would
+# make site   builds the site and the lab, to read and try without installing: build/site (needs npm)
 # All make the environment first when it is missing or out of date.
 
 PYTHON ?= python3
@@ -15,6 +16,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TEST := $(VENV)/.test
 TOOLS := $(VENV)/.tools
+SITE := $(VENV)/.site
 
 # The folder that `make lab` opens. Authors: make lab LAB_NOTEBOOKS=notebooks
 LAB_NOTEBOOKS ?= my
@@ -24,7 +26,7 @@ LAB_ARGS ?=
 TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test compiler timing soak lint notebooks img browser
+.PHONY: help setup lab test compiler timing soak lint notebooks img browser site
 .DELETE_ON_ERROR:
 
 help:
@@ -76,6 +78,9 @@ $(TOOLS): $(TEST) notebooks/scripts/build_deepspeed.py
 # Jupyter prints the address. It also opens a browser, unless there is no screen to show one.
 HAS_SCREEN := $(or $(DISPLAY),$(WAYLAND_DISPLAY),$(filter Darwin,$(shell uname -s)))
 
+# notebooks/jupyter holds the course's settings of JupyterLab: lessons before folders, whole names, no
+# news. What a learner has set in JupyterLab counts more.
+lab: export JUPYTER_CONFIG_PATH := notebooks/jupyter$(addprefix :,$(JUPYTER_CONFIG_PATH))
 lab: $(READY)
 	$(if $(filter my,$(LAB_NOTEBOOKS)),@$(BIN)/python notebooks/my_copy.py)
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(LAB_NOTEBOOKS)/00_start.ipynb \
@@ -86,6 +91,34 @@ notebooks: $(TOOLS)  # the lesson real_tools fails without them
 
 img: $(READY)
 	for script in $(sort $(wildcard img/*.py)); do $(BIN)/python $$script || exit 1; done
+
+# ---- the site -----------------------------------------------------------------------------
+
+$(SITE): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[site]'
+	@touch $@
+
+# Formulas, and Python for the browser: each page loads them from the site itself.
+NPM := build/npm
+PYODIDE := pyodide.mjs pyodide.asm.mjs pyodide.asm.wasm python_stdlib.zip pyodide-lock.json
+
+$(NPM)/.ready: web/package.json
+	@command -v npm > /dev/null || { echo "make site needs npm (Debian: apt install npm)"; exit 1; }
+	mkdir -p $(NPM) && cp $< $(NPM)
+	npm install --prefix $(NPM) --no-package-lock --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+# Each time anew, so that -W tells all warnings, and nothing stays of a page that is no more.
+site: $(SITE) $(NPM)/.ready
+	rm -rf build/site build/doctrees
+	$(BIN)/python web/stage.py . build/src
+	$(BIN)/sphinx-build -q -W --keep-going -c web -d build/doctrees build/src build/site
+	$(BIN)/python web/shrink.py build/site
+	cp -r web/lab build/site/lab && mkdir build/site/lab/pyodide
+	cp $(PYODIDE:%=$(NPM)/node_modules/pyodide/%) build/site/lab/pyodide
+	$(BIN)/python web/bundle.py build/site/lab/lab.zip
+	$(BIN)/python web/links.py build/site
+	@echo "The site is in build/site. To look at it: $(BIN)/python -m http.server -d build/site"
 
 # ---- the checks ---------------------------------------------------------------------------
 
@@ -128,11 +161,10 @@ NOTEBOOKS ?= $(LESSONS)
 timing: $(TOOLS)
 	MINIDIST_TIMING= $(PYTEST) $(NBVAL) $(NOTEBOOKS)
 
-# Chromium and its driver come from the system: apt install chromium chromium-driver. Without them
-# the test is skipped.
-browser: $(TEST)
+# Chromium comes from the system: apt install chromium. Without it the tests are skipped.
+browser: $(TEST) site
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[browser]'
-	$(PYTEST) tests/test_browser.py -m browser $(TEST_ARGS)
+	$(PYTEST) tests/test_browser*.py -m browser -rP $(TEST_ARGS)
 
 # Another seed each time. To see a failure again: make soak SEED=...
 SEED := $(or $(SEED),$(shell date +%s))

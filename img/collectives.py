@@ -2,7 +2,21 @@
 
 from collections.abc import Callable
 
-from style import EMPTY, INK, PALE, RANKS, Axes, arrow, bar, box, paper, save, stripes
+from style import (
+    FAINT,
+    FIELD,
+    INK,
+    PALE,
+    RANKS,
+    Axes,
+    arrow,
+    bar,
+    box,
+    darker,
+    paper,
+    save,
+    stripes,
+)
 
 P = 4
 LEGEND = (
@@ -85,7 +99,7 @@ def collectives() -> None:
 def _panel(axes: Axes, place: int, name: str, says: str) -> tuple[float, float]:
     """Frame and title; returns the left and the upper edge."""
     left, top = 0.12 + 2.97 * (place % 3), 6.94 - 2.18 * (place // 3)
-    box(axes, left, top - 2.06, 2.82, 2.06, facecolor="#FAFAFA", edgecolor="#DDDDDD")
+    box(axes, left, top - 2.06, 2.82, 2.06, linewidth=0.8)
     axes.text(left + 0.12, top - 0.24, name, fontsize=12, fontweight="bold", family="monospace")
     axes.text(left + 0.12, top - 0.47, says, fontsize=9.5, color=PALE)
     return left, top
@@ -106,8 +120,8 @@ def _barrier(axes: Axes, left: float, top: float) -> None:
     for rank, arrival in enumerate(arrivals):
         y = top - 0.75 - 0.28 * rank
         axes.text(left + 0.16, y, f"{rank}", fontsize=8.5, color=PALE, ha="center", va="center")
-        axes.plot([left + 0.28, left + arrival], [y, y], color=RANKS[rank], linewidth=5)
-        axes.plot([left + arrival, wall], [y, y], color="#BBBBBB", linewidth=1.2, linestyle=":")
+        axes.plot([left + 0.28, left + arrival], [y, y], color=darker(RANKS[rank]), linewidth=5)
+        axes.plot([left + arrival, wall], [y, y], color=PALE, linewidth=1.2, linestyle=":")
         arrow(axes, (wall, y), (left + 2.7, y), color=RANKS[rank], linewidth=5, mutation_scale=14)
     axes.plot([wall, wall], [top - 0.6, top - 1.76], color=INK, linewidth=2.5)
     axes.text(left + 1.1, top - 1.94, "wait", fontsize=8.5, color=PALE, ha="center")
@@ -181,18 +195,20 @@ def all_reduce_algorithms() -> None:
         lane = [top - 0.3 - 0.3 * rank for rank in range(P)]
         end = 2.75 + 1.02 * len(rounds)
         for rank, y in enumerate(lane):
-            axes.plot([2.65, end], [y, y], color=RANKS[rank], linewidth=3, solid_capstyle="round")
+            axes.plot(
+                [2.65, end], [y, y], color=darker(RANKS[rank]), linewidth=3, solid_capstyle="round"
+            )
             axes.text(2.5, y, str(rank), fontsize=9, va="center", ha="center", color=PALE)
         for step, (size, messages) in enumerate(rounds):
             x = 2.95 + 1.02 * step
-            bar(axes, x - 0.08, lane[-1] - 0.4, 0.78, 1.42, EMPTY, zorder=0)
+            bar(axes, x - 0.08, lane[-1] - 0.4, 0.78, 1.42, FIELD, zorder=0, linewidth=0)
             for column, (source, target) in enumerate(messages):
                 at = (
                     x
                     + 0.19 * column
                     + (0.28 if len(messages) == 1 else 0.1 if len(messages) == 2 else 0)
                 )
-                color = RANKS[source]
+                color = darker(RANKS[source])
                 arrow(
                     axes,
                     (at, lane[source]),
@@ -204,7 +220,7 @@ def all_reduce_algorithms() -> None:
                 axes.plot(at, lane[source], "o", color=color, markersize=5, zorder=4)
             axes.text(x + 0.28, lane[-1] - 0.27, size, fontsize=9.5, ha="center", color=INK)
         if place:
-            axes.plot([0.15, 8.85], [top + 0.06] * 2, color="#E4E4E4", linewidth=1)
+            axes.plot([0.15, 8.85], [top + 0.06] * 2, color=FAINT, linewidth=1)
     axes.text(
         2.65,
         8.5,

@@ -1,6 +1,6 @@
 """The picture: the four operations of DataParallel, forward and backward."""
 
-from style import INK, PALE, RANKS, Axes, arrow, box, paper, save, stripes
+from style import INK, PALE, RANKS, Axes, arrow, box, darker, paper, save, stripes
 
 N = 3
 LEFT, DEVICES, RIGHT = 0.35, 2.75, 7.95  # where the columns begin
@@ -12,8 +12,7 @@ LEGEND = "a row is a device · colour: the device of a share · stripes: a sum o
 def pile(axes: Axes, x: float, y: float, text: str) -> None:
     """The pieces of a tensor, one for each device, upon each other."""
     for device in range(N):
-        piece = {"facecolor": RANKS[device], "edgecolor": "white"}
-        box(axes, x, y + 0.26 * (N - 1 - device), 0.7, 0.26, **piece)
+        box(axes, x, y + 0.26 * (N - 1 - device), 0.7, 0.26, facecolor=RANKS[device])
     axes.text(x + 0.35, y + 0.26 * N + 0.1, text, fontsize=10, fontweight="bold", ha="center")
 
 
@@ -26,11 +25,10 @@ def devices(axes: Axes, bottom: float, backward: bool) -> None:
     """Each device with its share, its replica and its output, or with their gradients."""
     for device in range(N):
         y, shade = row(bottom, device), RANKS[device]
-        looks = {"edgecolor": shade, "facecolor": "#FAFAFA", "linewidth": 1.6}
-        box(axes, DEVICES, y - 0.31, DEVICE_WIDTH, 0.62, **looks)
+        box(axes, DEVICES, y - 0.31, DEVICE_WIDTH, 0.62, edgecolor=darker(shade), linewidth=1.6)
         for x in (DEVICES + 0.12, DEVICES + DEVICE_WIDTH - 0.62):
-            box(axes, x, y - 0.17, 0.5, 0.34, facecolor=shade, edgecolor="white")
-        box(axes, DEVICES + 1.1, y - 0.22, 1.55, 0.44, edgecolor=shade)
+            box(axes, x, y - 0.17, 0.5, 0.34, facecolor=shade)
+        box(axes, DEVICES + 1.1, y - 0.22, 1.55, 0.44, edgecolor=darker(shade))
         axes.text(DEVICES + 1.875, y, f"replica {device}", fontsize=10, ha="center", va="center")
         for x in (DEVICES + 0.68, DEVICES + 2.71):
             ends = [(x, y), (x + 0.36, y)]

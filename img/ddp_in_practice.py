@@ -11,7 +11,7 @@ OWN = ["images", "dropout's seed", "batch norm's means", "gradients before that"
 
 
 def block(axes: Axes, x: float, y: float, width: float, shade: str, text: str) -> None:
-    bar(axes, x, y, width, 0.36, shade, edgecolor="white", linewidth=1.2)
+    bar(axes, x, y, width, 0.36, shade, linewidth=1.2)
     words(axes, x + width / 2, y + 0.18, text, 9, color=ink(shade))
 
 

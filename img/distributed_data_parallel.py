@@ -1,7 +1,6 @@
 """The picture of the lesson distributed_data_parallel: ddp_buckets."""
 
-from matplotlib.patches import Rectangle
-from style import PALE, Axes, arrow, box, ink, paper, save
+from style import PALE, Axes, arrow, bar, box, darker, ink, paper, save
 
 from minidist.instruments.plot import color
 
@@ -12,7 +11,7 @@ BUCKETS = [("bucket 0", 2, 1.3), ("bucket 1", 1, 0.85), ("bucket 2", 1, 0.85)]  
 
 
 def block(axes: Axes, x: float, y: float, width: float, shade: str, text: str) -> None:
-    box(axes, x + 0.02, y, width - 0.04, 0.42, facecolor=shade, edgecolor=shade)
+    box(axes, x + 0.02, y, width - 0.04, 0.42, facecolor=shade)
     axes.text(x + width / 2, y + 0.21, text, color=ink(shade), fontsize=9, ha="center", va="center")
 
 
@@ -70,9 +69,8 @@ def ddp_buckets() -> None:
     for number in range(4):
         name = f"layer {4 - number // 2} {('bias', 'weight')[number % 2]}"
         width = (1.15, 2.9)[number % 2]
-        looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1.5}
-        axes.add_patch(Rectangle((x, 0.2), width, 0.42, **looks))
-        box(axes, x + width / 2 - 0.55, 1.0, 1.1, 0.36, edgecolor=shade, linewidth=1.6)
+        bar(axes, x, 0.2, width, 0.42, shade)
+        box(axes, x + width / 2 - 0.55, 1.0, 1.1, 0.36, edgecolor=darker(shade), linewidth=1.6)
         axes.text(x + width / 2, 1.18, name, fontsize=8.5, ha="center", va="center")
         arrow(axes, (x + width / 2, 0.99), (x + width / 2, 0.63), linewidth=1.2, mutation_scale=9)
         x += width

@@ -1,33 +1,45 @@
 """The pictures: feature_split_model_parallel, copy_and_sum, attention_by_heads."""
 
-from matplotlib.patches import Rectangle
-from style import INK, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
+from style import (
+    FIELD,
+    INK,
+    PALE,
+    RANKS,
+    WHOLE,
+    Axes,
+    arrow,
+    bar,
+    box,
+    darker,
+    ink,
+    name,
+    paper,
+    save,
+    words,
+)
 
 from minidist.instruments.plot import color
 
-WHOLE = "#CFCFCF"  # what every rank has
 PARTS = 4
 WIDE, NARROW, ROWS = 1.2, 0.62, 0.5  # hidden features; features; rows of the batch
 
 
 def matrix(axes: Axes, x: float, y: float, width: float, height: float, cut: str, text: str):
     """A matrix, from its left side and its middle: whole, cut, or partial."""
-    low, edge = y - height / 2, {"edgecolor": "white", "linewidth": 0.9}
+    low = y - height / 2
     if cut == "partial":
         for rank in reversed(range(PARTS)):
             shift = 0.09 * rank
-            place = (x + shift, low + shift)
-            axes.add_patch(Rectangle(place, width, height, facecolor=RANKS[rank], **edge))
+            bar(axes, x + shift, low + shift, width, height, RANKS[rank])
         shade = RANKS[0]
     elif cut == "rows":
         for rank in range(PARTS):
-            place = (x, low + (PARTS - 1 - rank) * height / PARTS)
-            axes.add_patch(Rectangle(place, width, height / PARTS, facecolor=RANKS[rank], **edge))
+            bottom = low + (PARTS - 1 - rank) * height / PARTS
+            bar(axes, x, bottom, width, height / PARTS, RANKS[rank])
     else:
         shades = [WHOLE] if cut == "whole" else RANKS[:PARTS]
         for i, shade in enumerate(shades):
-            place = (x + i * width / len(shades), low)
-            axes.add_patch(Rectangle(place, width / len(shades), height, facecolor=shade, **edge))
+            bar(axes, x + i * width / len(shades), low, width / len(shades), height, shade)
     middle = {"ha": "center", "va": "top", "fontsize": 10.5, "fontweight": "bold"}
     axes.text(x + width / 2, low - 0.07, text, **middle)
 
@@ -45,7 +57,7 @@ def message(axes: Axes, start: float, end: float, y: float, text: str) -> None:
 
 def panel(axes: Axes, low: float, title: str, says: str) -> float:
     """The grey ground of one way. Returns the height of the middle of its matrices."""
-    box(axes, 0.15, low, 9.3, 2.1, facecolor="#F6F6F6", edgecolor="none")
+    box(axes, 0.15, low, 9.3, 2.1, facecolor=FIELD, edgecolor="none")
     name = axes.text(0.35, low + 1.78, title, fontsize=11.5, fontweight="bold", va="baseline")
     beside = {"xycoords": (name, axes.transData), "xytext": (14, 0), "textcoords": "offset points"}
     axes.annotate(says, (1, low + 1.785), fontsize=9.5, color=PALE, va="baseline", **beside)
@@ -80,12 +92,12 @@ def feature_split_model_parallel() -> None:
     matrix(axes, 8.74, y, NARROW, ROWS, "whole", "y")
 
     for rank in range(PARTS):
-        box(axes, 0.35 + 1.2 * rank, 0.2, 1.05, 0.33, facecolor=RANKS[rank], edgecolor="none")
+        box(axes, 0.35 + 1.2 * rank, 0.2, 1.05, 0.33, facecolor=RANKS[rank])
         look = {"color": ink(RANKS[rank]), "fontweight": "bold", "fontsize": 9.5}
         axes.text(0.875 + 1.2 * rank, 0.365, f"rank {rank}", ha="center", va="center", **look)
-    box(axes, 5.15, 0.2, 1.05, 0.33, facecolor=WHOLE, edgecolor="none")
+    box(axes, 5.15, 0.2, 1.05, 0.33, facecolor=WHOLE)
     axes.text(5.675, 0.365, "every rank", ha="center", va="center", fontsize=9.5, color=INK)
-    axes.plot([6.65, 7.05], [0.365, 0.365], color=color("tensor"), linewidth=4)
+    axes.plot([6.65, 7.05], [0.365, 0.365], color=darker(color("tensor")), linewidth=4)
     axes.text(7.15, 0.365, "all ranks communicate", fontsize=9.5, va="center")
     save(figure, "feature_split_model_parallel")
 
@@ -95,7 +107,7 @@ Place = tuple[str, str, float]  # a state, what rank r has, and the width of it
 
 def lanes(axes: Axes, low: float, title: str, places: list[Place]) -> None:
     """One direction through a pair of layers, two ranks above each other."""
-    box(axes, 0.15, low, 9.9, 2.0, facecolor="#F6F6F6", edgecolor="none")
+    box(axes, 0.15, low, 9.9, 2.0, facecolor=FIELD, edgecolor="none")
     axes.text(0.35, low + 1.68, title, fontsize=11.5, fontweight="bold")
     for number, (state, text, width) in enumerate(places):
         middle = 1.65 + 1.9 * number
@@ -107,7 +119,7 @@ def lanes(axes: Axes, low: float, title: str, places: list[Place]) -> None:
             words(axes, middle, y + 0.21, text.replace("r", str(rank)), 10, color=ink(shade))
     for rank in range(2):
         y = low + 1.19 - 0.54 * rank
-        box(axes, 0.26, y - 0.15, 0.72, 0.3, facecolor=RANKS[rank], edgecolor="none")
+        box(axes, 0.26, y - 0.15, 0.72, 0.3, facecolor=RANKS[rank])
         name(axes, 0.62, y, rank, 9)
 
 
@@ -117,7 +129,7 @@ def steps(axes: Axes, low: float, texts: list[str], back: bool) -> None:
         left, right = 2.2 + 1.9 * number, 3.0 + 1.9 * number
         ends, middle = (right, left) if back else (left, right), (left + right) / 2
         met = "all_reduce" in text
-        shade = color("tensor") if met else INK
+        shade = darker(color("tensor")) if met else INK
         look = {"color": shade, "linewidth": 3.2 if met else 1.4, "mutation_scale": 13}
         for y in (low + 1.19, low + 0.65):
             arrow(axes, (ends[0], y), (ends[1], y), **look)
@@ -135,7 +147,7 @@ def copy_and_sum() -> None:
     places = [("replicated", "∂x", 0.9), ("partial", "∂xr", 0.9), ("sharded", "∂hr", 0.6)]
     lanes(axes, 0.5, "backward", [*places, ("copied", "∂y", 0.9), ("replicated", "∂y", 0.9)])
     steps(axes, 0.5, ["Copy:\nall_reduce", "ReLU,\ncolumns", "rows", "Sum:\nidentity"], True)
-    axes.plot([0.35, 0.75], [0.22, 0.22], color=color("tensor"), linewidth=4)
+    axes.plot([0.35, 0.75], [0.22, 0.22], color=darker(color("tensor")), linewidth=4)
     axes.text(0.85, 0.22, "the ranks communicate", fontsize=9.5, va="center")
     bar(axes, 3.2, 0.1, 0.4, 0.24, WHOLE)
     axes.text(3.7, 0.22, "the same numbers on every rank", fontsize=9.5, va="center")
@@ -148,7 +160,7 @@ def copy_and_sum() -> None:
 def attention_by_heads() -> None:
     """Attention with four heads on four ranks."""
     figure, axes = paper(9.6, 3.3)
-    box(axes, 0.15, 0.15, 9.3, 3.0, facecolor="#F6F6F6", edgecolor="none")
+    box(axes, 0.15, 0.15, 9.3, 3.0, facecolor=FIELD, edgecolor="none")
     y, bold = 1.65, {"fontweight": "bold"}
     matrix(axes, 0.4, y, NARROW, ROWS, "whole", "x")
     sign(axes, 1.2, y, "×")
@@ -159,7 +171,7 @@ def attention_by_heads() -> None:
     for rank in range(PARTS):
         low = 2.73 - 0.72 * rank
         arrow(axes, (4.36, y), (4.8, low), color=RANKS[rank], linewidth=1.8)
-        box(axes, 4.85, low - 0.27, 1.3, 0.54, facecolor=RANKS[rank], edgecolor="none")
+        box(axes, 4.85, low - 0.27, 1.3, 0.54, facecolor=RANKS[rank])
         said = f"rank {rank}\nattention of head {rank}"
         words(axes, 5.5, low, said, 8, color=ink(RANKS[rank]), linespacing=1.3)
         arrow(axes, (6.2, low), (6.62, y + 0.36 - 0.24 * rank), color=RANKS[rank], linewidth=1.8)

@@ -1,6 +1,6 @@
 """The pictures of the lessons fully_sharded and fsdp_in_practice: fsdp_unit, fsdp_hybrid."""
 
-from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paper, save, words
+from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, name, paler, paper, save, words
 
 from minidist.instruments.plot import color
 
@@ -17,8 +17,8 @@ def unit(axes: Axes, x: float, y: float, shade: str, there: str) -> None:
         place = x + rank * WIDTH / 4, y, WIDTH / 4, 0.42
         bar(axes, *place, EMPTY)
         if there in ("all", "rows") or (there == "own" and rank == OWN):
-            strong = rank == OWN and there != "rows"
-            bar(axes, *place, shade, alpha=1.0 if strong else 0.45)
+            own = rank == OWN and there != "rows"
+            bar(axes, *place, shade if own else paler(shade, 1))
 
 
 def fsdp_unit() -> None:
@@ -59,10 +59,10 @@ def fsdp_unit() -> None:
             arrow(axes, *ends, color=TRAVEL if travels else PALE, linewidth=2)
             words(axes, middle, row + 0.16, done, 8.5)
             words(axes, middle, row - 0.23, travels, 8.5, color=PALE)
-    entries = [(1.2, PARAMETERS, "its own shard", 1.0), (3.3, PARAMETERS, "gathered", 0.45)]
-    entries += [(5.0, GRADIENTS, "of its own rows", 0.45), (7.1, GRADIENTS, "the mean", 1.0)]
-    for x, shade, text, strength in entries:
-        bar(axes, x, 0.21, 0.3, 0.18, shade, alpha=strength)
+    entries = [(1.2, PARAMETERS, "its own shard"), (3.3, paler(PARAMETERS, 1), "gathered")]
+    entries += [(5.0, paler(GRADIENTS, 1), "of its own rows"), (7.1, GRADIENTS, "the mean")]
+    for x, shade, text in entries:
+        bar(axes, x, 0.21, 0.3, 0.18, shade)
         words(axes, x + 0.4, 0.3, text, ha="left")
     words(axes, 9.0, 0.3, "ψ: the parameters of the unit", color=PALE, ha="left")
     save(figure, "fsdp_unit")

@@ -68,7 +68,7 @@ def house() -> None:
         x = 0.15 + 2.45 * column
         words(axes, x, 8.8, part, 10, ha="left", color=PALE)
         for row, name in enumerate(names):
-            box(axes, x, 8.2 - 0.5 * row, 2.25, 0.42, facecolor=shade, edgecolor=shade)
+            box(axes, x, 8.2 - 0.5 * row, 2.25, 0.42, facecolor=shade)
             words(axes, x + 1.125, 8.41 - 0.5 * row, name, 9.5, color=ink(shade))
     box(axes, 0.15, 5.6, 12.05, 0.42)
     words(axes, 6.17, 5.81, "common: what several strategies need", 9.5)

@@ -1,7 +1,22 @@
 """The pictures: model_parallelism, layer_split_model_parallel, autograd_across_ranks, and
 pipeline_schedules."""
 
-from style import INK, PALE, RANKS, Axes, arrow, box, ink, name, paper, plt, save, words
+from style import (
+    FIELD,
+    INK,
+    PALE,
+    RANKS,
+    Axes,
+    arrow,
+    box,
+    darker,
+    ink,
+    name,
+    paper,
+    plt,
+    save,
+    words,
+)
 
 from minidist.instruments.plot import color, schedule
 from minidist.pipeline import SCHEDULES, simulate
@@ -10,7 +25,7 @@ FORWARD, BACKWARD = color("forward"), color("backward")
 
 
 def layer(axes: Axes, x: float, y: float, shade: str, text: str, width=0.9, height=1.5) -> None:
-    box(axes, x, y, width, height, facecolor=shade, edgecolor="white", linewidth=1.5)
+    box(axes, x, y, width, height, facecolor=shade, linewidth=1.5)
     middle = {"ha": "center", "va": "center", "color": ink(shade), "fontsize": 9.5}
     axes.text(x + width / 2, y + height / 2, text, **middle)
 
@@ -22,7 +37,7 @@ def model_parallelism() -> None:
         (0.25, "by layers", "a rank has some of the layers, whole", "layer splitting"),
         (5.05, "by features", "a rank has a part of every layer", "feature splitting"),
     ):
-        box(axes, left, 0.15, 4.3, 4.0, facecolor="#F6F6F6", edgecolor="none")
+        box(axes, left, 0.15, 4.3, 4.0, facecolor=FIELD, edgecolor="none")
         axes.text(left + 0.2, 3.8, f"{title}: {lesson}", fontsize=11.5, fontweight="bold")
         axes.text(left + 0.2, 3.53, says, fontsize=9.5, color=PALE)
     for number in range(4):
@@ -52,7 +67,7 @@ def model_parallelism() -> None:
 
 
 def label(axes: Axes, x: float, y: float, rank: int) -> None:
-    box(axes, x - 0.4, y - 0.16, 0.8, 0.32, facecolor=RANKS[rank], edgecolor=RANKS[rank])
+    box(axes, x - 0.4, y - 0.16, 0.8, 0.32, facecolor=RANKS[rank], edgecolor=darker(RANKS[rank]))
     name(axes, x, y, rank, 9.5)
 
 
@@ -64,8 +79,8 @@ def layer_split_model_parallel() -> None:
         layer(axes, 0.9 + 0.98 * number, 2.55, RANKS[number // 2], f"layer {number}", 0.94, 0.4)
     for rank in range(4):
         x, shade = 0.95 + 2.13 * rank, RANKS[rank]
-        box(axes, x, 0.75, 1.5, 1.3, edgecolor=shade, linewidth=2)
-        box(axes, x, 1.67, 1.5, 0.38, facecolor=shade, edgecolor=shade)
+        box(axes, x, 0.75, 1.5, 1.3, edgecolor=darker(shade), linewidth=2)
+        box(axes, x, 1.67, 1.5, 0.38, facecolor=shade, edgecolor=darker(shade))
         name(axes, x + 0.75, 1.86, rank, 10.5)
         held = f"layers {2 * rank}, {2 * rank + 1}\ntheir gradients\noptimizer states"
         axes.text(x + 0.75, 1.2, held, fontsize=9, ha="center", va="center", linespacing=1.5)
@@ -83,7 +98,7 @@ def layer_split_model_parallel() -> None:
         (2.0, FORWARD, "activations go to the next stage"),
         (5.4, BACKWARD, "their gradients come back"),
     ):
-        axes.plot([x, x + 0.4], [0.35, 0.35], color=shade, linewidth=3)
+        axes.plot([x, x + 0.4], [0.35, 0.35], color=darker(shade), linewidth=3)
         axes.text(x + 0.5, 0.35, text, fontsize=9.5, va="center")
     save(figure, "layer_split_model_parallel")
 
@@ -93,8 +108,8 @@ def autograd_across_ranks() -> None:
     figure, axes = paper(9.6, 3.0)
     looks = {"linewidth": 2.2}
     for rank, left in enumerate((0.25, 5.45)):
-        box(axes, left, 0.35, 3.9, 2.3, edgecolor=RANKS[rank], linewidth=2)
-        box(axes, left, 2.3, 3.9, 0.35, facecolor=RANKS[rank], edgecolor=RANKS[rank])
+        box(axes, left, 0.35, 3.9, 2.3, edgecolor=darker(RANKS[rank]), linewidth=2)
+        box(axes, left, 2.3, 3.9, 0.35, facecolor=RANKS[rank], edgecolor=darker(RANKS[rank]))
         name(axes, left + 1.95, 2.48, rank, 10.5)
     steps = (
         (1.75, FORWARD, ("images", "half", "y"), ("x", "half", "loss")),

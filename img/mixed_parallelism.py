@@ -1,7 +1,6 @@
 """The picture of the lesson mixed_parallelism: mixed_model_parallel."""
 
-from matplotlib.patches import Rectangle
-from style import INK, PALE, RANKS, Axes, arrow, box, name, paper, save
+from style import EMPTY, FIELD, INK, PALE, RANKS, Axes, arrow, bar, box, darker, name, paper, save
 
 from minidist.instruments.plot import color
 
@@ -22,16 +21,15 @@ def rank_box(axes: Axes, d: int, p: int, t: int) -> None:
     """A rank, and of the model, layers × features, what it holds."""
     rank, (x, y) = 4 * d + 2 * p + t, corner(d, p, t)
     shade = RANKS[rank]
-    box(axes, x, y, WIDE, HIGH, edgecolor=shade, linewidth=2)
-    box(axes, x, y + HIGH - 0.34, WIDE, 0.34, facecolor=shade, edgecolor=shade)
+    box(axes, x, y, WIDE, HIGH, edgecolor=darker(shade), linewidth=2)
+    box(axes, x, y + HIGH - 0.34, WIDE, 0.34, facecolor=shade, edgecolor=darker(shade))
     name(axes, x + WIDE / 2, y + HIGH - 0.17, rank, 10.5)
     size = 0.21
     for layer in range(LAYERS):
         for half in range(2):
             mine = layer // 2 == p and half == t
             left = x + (WIDE - LAYERS * 1.15 * size) / 2 + layer * 1.15 * size
-            looks = {"facecolor": shade if mine else "#EDEDED", "edgecolor": "white"}
-            axes.add_patch(Rectangle((left, y + 0.79 - size * half), size, size, **looks))
+            bar(axes, left, y + 0.79 - size * half, size, size, shade if mine else EMPTY)
     held = f"layers {2 * p}, {2 * p + 1}\n{('first', 'second')[t]} half of features"
     middle = {"ha": "center", "va": "center", "linespacing": 1.4}
     axes.text(x + WIDE / 2, y + 0.29, held, fontsize=8.5, **middle)
@@ -43,7 +41,7 @@ def mixed_model_parallel() -> None:
     title = "one model of 4 layers on 2 × 2 × 2 ranks, on two nodes: rank = 4d + 2p + t"
     axes.text(0.25, 5.25, title, fontsize=11.5, fontweight="bold")
     for d in range(2):
-        box(axes, 0.25 + 4.7 * d, 0.93, 4.4, 3.59, facecolor="#F6F6F6", edgecolor=INK)
+        box(axes, 0.25 + 4.7 * d, 0.93, 4.4, 3.59, facecolor=FIELD, edgecolor=INK)
         side = {"ha": ("left", "right")[d], "fontweight": "bold", "fontsize": 10.5}
         axes.text(0.3 + 9 * d, 4.62, f"node {d}", **side)
         middle = {"ha": "center", "va": "center", "fontsize": 10}
@@ -67,7 +65,7 @@ def mixed_model_parallel() -> None:
             line(axes, start, end, bend, **looks)
     for i, (axis, says) in enumerate(SAYS.items()):
         x, width = 0.75 + 3.0 * i, {"tensor": 5, "pipeline": 3.2, "data": 2.2}[axis]
-        axes.plot([x, x + 0.4], [0.32, 0.32], color=color(axis), linewidth=width)
+        axes.plot([x, x + 0.4], [0.32, 0.32], color=darker(color(axis)), linewidth=width)
         axes.text(x + 0.52, 0.32, f"{axis}:", fontsize=9.5, va="center", fontweight="bold")
         axes.text(x + 0.68 + 0.09 * len(axis), 0.32, says, fontsize=9, va="center", linespacing=1.3)
     save(figure, "mixed_model_parallel")

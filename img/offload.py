@@ -35,7 +35,8 @@ def memory_savers() -> None:
         for kind, units in KINDS.items():
             height = UNIT * units
             bar(axes, x, y, WIDTH, height, EMPTY)
-            bar(axes, x, y, WIDTH, height * left.get(kind, 1), color(kind))
+            if left.get(kind, 1):
+                bar(axes, x, y, WIDTH, height * left.get(kind, 1), color(kind))
             if not column:
                 looks = {"linespacing": 1.1, "color": ink(color(kind))}
                 words(axes, middle, y + height / 2, kind.replace(" ", "\n"), **looks)

@@ -7,6 +7,7 @@ from minidist.instruments.plot import color
 LEFT, UNIT, SERVER = 1.3, 0.9, 2.45  # inches: where time begins, one unit of it, the server's row
 ROWS = {1: 1.65, 2: 1.1, 3: 0.55}  # of each trainer
 HIGH, SENDS = 0.38, color("communication")
+ASIDE = {(1, 1.9): 0.35, (1, 3.8): -0.15, (1, 5.7): -0.3, (2, 5.3): -0.4}  # where words stand
 # Trainer, and when it has pulled and pushed: trainer 3 is slow.
 WORK = (
     *((1, 0.0, 1.6), (1, 1.9, 3.5), (1, 3.8, 5.4), (1, 5.7, 7.3)),
@@ -22,7 +23,7 @@ def place(time: float) -> float:
 def weights(axes: Axes, start: float, end: float, version: int) -> None:
     """A version of the weights on the server."""
     bar(axes, place(start), SERVER, place(end) - place(start) - 0.03, HIGH, RANKS[0])
-    words(axes, place((start + end) / 2), SERVER + HIGH / 2, f"{version}", 10, color="white")
+    words(axes, place((start + end) / 2), SERVER + HIGH / 2, f"{version}", 10, color=ink(RANKS[0]))
 
 
 def parameter_server() -> None:
@@ -43,7 +44,8 @@ def parameter_server() -> None:
             if end - start < 5
             else "a slow gradient, computed with weights 0, pushed 5 updates later"
         )
-        words(axes, place((start + end) / 2), y + HIGH / 2, said, 9, color=ink(shade))
+        at = place((start + end) / 2 + ASIDE.get((rank, start), 0))  # no arrow goes through it
+        words(axes, at, y + HIGH / 2, said, 9, color=ink(shade))
         arrow(axes, (place(end), y + HIGH), (place(end + 0.15), SERVER), color=SENDS)
         if end < 6:  # it pulls the new weights, and goes on
             arrow(axes, (place(end + 0.15), SERVER), (place(end + 0.3), y + HIGH), color=INK)

@@ -2,13 +2,13 @@
 
 from math import cos, pi, sin
 
-from style import INK, PALE, RANKS, arrow, box, ink, name, paper, save
+from style import FIELD, INK, PALE, RANKS, arrow, box, darker, ink, name, paper, save
 
 
 def rank() -> None:
     """Two nodes of two processes, and what each process is told."""
     figure, axes = paper(8.4, 3.5)
-    box(axes, 0.15, 0.15, 8.1, 3.0, facecolor="#F6F6F6", edgecolor="none")
+    box(axes, 0.15, 0.15, 8.1, 3.0, facecolor=FIELD, edgecolor="none")
     axes.text(0.35, 2.87, "the world: 4 processes, world size 4", fontsize=11, fontweight="bold")
     for node in range(2):
         left = 0.35 + 3.95 * node
@@ -18,8 +18,8 @@ def rank() -> None:
             number = 2 * node + local
             x = left + 0.15 + 1.78 * local
             shade = RANKS[number]
-            box(axes, x, 0.5, 1.66, 1.7, edgecolor=shade, linewidth=2)
-            box(axes, x, 1.72, 1.66, 0.48, facecolor=shade, edgecolor=shade)
+            box(axes, x, 0.5, 1.66, 1.7, edgecolor=darker(shade), linewidth=2)
+            box(axes, x, 1.72, 1.66, 0.48, facecolor=shade, edgecolor=darker(shade))
             name(axes, x + 0.83, 1.96, number, 12)
             told = f"RANK={number}\nWORLD_SIZE=4\nGROUP_RANK={node}\nLOCAL_RANK={local}"
             axes.text(
@@ -43,7 +43,7 @@ def send_recv() -> None:
     sent = [0, 1, 3, 6]
     for number, x in enumerate(xs):
         shade = RANKS[number]
-        box(axes, x - 0.62, 1.3, 1.24, 0.8, facecolor=shade, edgecolor=shade)
+        box(axes, x - 0.62, 1.3, 1.24, 0.8, facecolor=shade, edgecolor=darker(shade))
         name(axes, x, 1.8, number, 12)
         adds = "starts with 0" if number == 0 else f"adds {number}"
         axes.text(x, 1.5, adds, color=ink(shade), fontsize=9, ha="center", va="center")
@@ -86,7 +86,7 @@ def rendezvous() -> None:
             for x, y in places
         ]
         if panel < 2:
-            box(axes, middle - 0.33, 1.06, 0.66, 0.48, facecolor="#F0F0F0")
+            box(axes, middle - 0.33, 1.06, 0.66, 0.48, facecolor=FIELD)
             axes.text(middle, 1.3, "store", ha="center", va="center", fontsize=10)
             doors = [
                 (middle + (-0.24 if x < middle else 0.24), 1.3 + (0.25 if y > 1.3 else -0.25))
@@ -100,7 +100,7 @@ def rendezvous() -> None:
                     arrow(axes, places[a], places[b], arrowstyle="-", color=PALE, zorder=0)
         for number, (x, y) in enumerate(places):
             shade = RANKS[number]
-            box(axes, x - 0.3, y - 0.19, 0.6, 0.38, facecolor=shade, edgecolor="white")
+            box(axes, x - 0.3, y - 0.19, 0.6, 0.38, facecolor=shade)
             name(axes, x, y, number, 9.5)
     axes.text(
         4.2,

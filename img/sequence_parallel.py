@@ -1,10 +1,9 @@
 """The picture of the lesson sequence_parallel: sequence_layout."""
 
-from style import PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
+from style import FIELD, PALE, RANKS, WHOLE, Axes, arrow, bar, box, darker, ink, paper, save, words
 
 from minidist.instruments.plot import color
 
-WHOLE = "#CFCFCF"  # what every rank has
 PARTS = 4
 NARROW, WIDE, TALL = 0.72, 1.5, 1.0  # C features, 4 C features, T tokens
 
@@ -38,7 +37,7 @@ def message(axes: Axes, start: float, end: float, y: float, forward: str, backwa
 
 def panel(axes: Axes, low: float, title: str, ends: str, first: tuple[str, str], last: tuple):
     """One way: the cut at both ends, and what is sent at the entrance and at the exit."""
-    box(axes, 0.15, low, 10.3, 2.15, facecolor="#F6F6F6", edgecolor="none")
+    box(axes, 0.15, low, 10.3, 2.15, facecolor=FIELD, edgecolor="none")
     axes.text(0.35, low + 1.84, title, fontsize=11.5, fontweight="bold")
     y = low + 0.95
     activation(axes, 0.62, y, NARROW, ends, "norm(x)")
@@ -66,12 +65,12 @@ def sequence_layout() -> None:
     panel(axes, 0.75, "and sequence parallel", "tokens", *ends)
 
     for rank in range(PARTS):
-        box(axes, 0.35 + 1.2 * rank, 0.22, 1.05, 0.33, facecolor=RANKS[rank], edgecolor="none")
+        box(axes, 0.35 + 1.2 * rank, 0.22, 1.05, 0.33, facecolor=RANKS[rank])
         look = {"color": ink(RANKS[rank]), "fontweight": "bold"}
         words(axes, 0.875 + 1.2 * rank, 0.385, f"rank {rank}", **look)
-    box(axes, 5.15, 0.22, 1.05, 0.33, facecolor=WHOLE, edgecolor="none")
+    box(axes, 5.15, 0.22, 1.05, 0.33, facecolor=WHOLE)
     words(axes, 5.675, 0.385, "every rank")
-    axes.plot([6.65, 7.05], [0.385, 0.385], color=color("tensor"), linewidth=4)
+    axes.plot([6.65, 7.05], [0.385, 0.385], color=darker(color("tensor")), linewidth=4)
     axes.text(7.15, 0.385, "all ranks communicate", fontsize=9.5, va="center")
     save(figure, "sequence_layout")
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from style import PALE, RANKS, bar, box, ink, paper, save, words
+from style import PALE, RANKS, bar, box, darker, ink, paper, save, words
 
 from minidist.course.checks.solved import SHORT_WAY
 
@@ -80,12 +80,12 @@ def lesson_map() -> None:
         for row, (name, says, minutes) in enumerate(lessons):
             y = top - 1.12 * (row + 1)
             (notebook,) = NOTEBOOKS.glob(f"??_{name}.ipynb")
-            box(axes, x, y, 2.25, 1.02, edgecolor=shade, linewidth=1.5)
-            box(axes, x, y + 0.68, 2.25, 0.34, facecolor=shade, edgecolor=shade)
+            box(axes, x, y, 2.25, 1.02, edgecolor=darker(shade), linewidth=1.5)
+            box(axes, x, y + 0.68, 2.25, 0.34, facecolor=shade, edgecolor=darker(shade))
             head = f"{int(notebook.stem[:2])}  {name.replace('_', ' ')}"
             axes.text(x + 0.1, y + 0.78, head, fontsize=9, fontweight="bold", color=ink(shade))
             if name in SHORT_WAY:
-                words(axes, x + 2.08, y + 0.53, "✦", 14, color=shade)
+                words(axes, x + 2.08, y + 0.53, "✦", 14, color=darker(shade, 4.5))
             axes.text(x + 0.1, y + 0.34, says, fontsize=9, va="center", linespacing=1.3)
             words(axes, x + 1.9, y + 0.14, f"{minutes} min", 8.5, color=PALE)
     lessons = [lesson for _, lessons in PARTS for lesson in lessons]
@@ -106,7 +106,7 @@ def three_ways() -> None:
         for sample in range(2):
             bar(axes, x + 0.33 * sample, 3.15, 0.3, 0.3, shade)
         grid(axes, x, 1.25, 0.63, [[shade] * 4] * 4)
-        words(axes, 0.3 + 0.85 * rank + 0.32, 0.95, f"rank {rank}", 9, color=shade)
+        words(axes, 0.3 + 0.85 * rank + 0.32, 0.95, f"rank {rank}", 9, color=darker(shade, 4.5))
         for kept, y in enumerate((2.95, 2.2, 1.45)):
             bar(axes, 9.75 + 0.6 * rank, y, 0.58, 0.5, shade)
             if not rank:
@@ -127,7 +127,8 @@ def grid(axes, x: float, y: float, width: float, shades) -> None:
     side, high = width / 4, 1.7 / 4
     for row, line in enumerate(shades):
         for column, shade in enumerate(line):
-            bar(axes, x + side * column, y + 1.7 - high * (row + 1), side, high, shade)
+            place = x + side * column, y + 1.7 - high * (row + 1)
+            bar(axes, *place, side, high, shade, edgecolor=darker(shade, 9))
 
 
 if __name__ == "__main__":

@@ -20,19 +20,35 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 from matplotlib.text import Text
 
 from minidist.instruments.plot import RANKS
-from minidist.instruments.plot.palette import INK, PALE, STYLE, ink
+from minidist.instruments.plot.palette import (
+    FAINT,
+    INK,
+    PALE,
+    STYLE,
+    area,
+    darker,
+    edge,
+    ink,
+    paler,
+)
 
 __all__ = [
     "EMPTY",
+    "FIELD",
+    "FAINT",
     "INK",
     "PALE",
     "RANKS",
+    "SHEET",
+    "WHOLE",
     "Axes",
     "arrow",
     "bar",
     "box",
+    "darker",
     "ink",
     "name",
+    "paler",
     "paper",
     "save",
     "stripes",
@@ -40,7 +56,10 @@ __all__ = [
 ]
 
 HERE = Path(__file__).parent
-EMPTY = "#F0F0F0"  # a place where nothing is
+EMPTY = "#DCE0E6"  # a place where nothing is
+FIELD = "#DEE2E8"  # a part of a picture, behind what belongs together
+SHEET = "#F7F8FA"  # a box
+WHOLE = "#BDC2C9"  # what every rank has
 FONT = "NanumGothic"  # of Debian's package fonts-nanum
 # For each picture, English and Korean; # is a number. What is the same in both stands there, too.
 KOREAN = json.loads((HERE / "korean.json").read_text())
@@ -99,15 +118,15 @@ def in_korean(text: str, words: dict[str, str]) -> str:
 
 def box(axes: Axes, x: float, y: float, width: float, height: float, **looks: object) -> None:
     """A box with round corners, from its lower left corner."""
-    looks = {"facecolor": "white", "edgecolor": PALE, "linewidth": 1.2} | looks
+    rim = edge(looks["facecolor"]) if "facecolor" in looks else PALE
+    looks = {"facecolor": SHEET, "edgecolor": rim, "linewidth": 1.2} | looks
     shape = "round,pad=0,rounding_size=0.08"
     axes.add_patch(FancyBboxPatch((x, y), width, height, boxstyle=shape, **looks))
 
 
 def bar(axes: Axes, x: float, y: float, width: float, height: float, shade: str, **looks) -> None:
     """A filled rectangle, from its lower left corner."""
-    looks = {"facecolor": shade, "edgecolor": "white", "linewidth": 1} | looks
-    axes.add_patch(Rectangle((x, y), width, height, **looks))
+    axes.add_patch(Rectangle((x, y), width, height, **area(shade) | looks))
 
 
 def words(axes: Axes, x: float, y: float, text: str, size: float = 9.5, **looks) -> None:
@@ -130,7 +149,8 @@ def arrow(
     **looks: object,
 ) -> None:
     """An arrow; `bend` is how far it swings out, as a part of its length."""
-    looks = {"color": INK, "linewidth": 1.4, "arrowstyle": "-|>", "mutation_scale": 11} | looks
+    looks = {"linewidth": 1.4, "arrowstyle": "-|>", "mutation_scale": 11} | looks
+    looks["color"] = darker(looks.get("color", INK))
     curve = f"arc3,rad={bend}"
     axes.add_patch(
         FancyArrowPatch(start, end, connectionstyle=curve, shrinkA=0, shrinkB=0, **looks)
@@ -144,22 +164,11 @@ def stripes(
 
     `new`, for what has just arrived, draws a heavy frame.
     """
-    for place, rank in enumerate(ranks):
-        width = size / len(ranks)
-        axes.add_patch(
-            Rectangle(
-                (x + place * width, y),
-                width,
-                size,
-                facecolor=RANKS[rank],
-                edgecolor=RANKS[rank],
-                linewidth=0.3,
-            )
-        )
-    edge = {"edgecolor": INK, "linewidth": 2.2} if new else {"edgecolor": "white", "linewidth": 1}
-    if not ranks:
-        edge = {"edgecolor": "#D0D0D0", "linewidth": 0.8}
-    axes.add_patch(Rectangle((x, y), size, size, facecolor="none", zorder=3 if new else 2, **edge))
+    for count in range(len(ranks), 0, -1):  # each upon those before it, so that no gap is left
+        width, shade = size * count / len(ranks), RANKS[ranks[count - 1]]
+        axes.add_patch(Rectangle((x, y), width, size, facecolor=shade, linewidth=0))
+    frame = {"edgecolor": INK, "linewidth": 2.2} if new else {"edgecolor": PALE, "linewidth": 0.6}
+    axes.add_patch(Rectangle((x, y), size, size, facecolor="none", zorder=3 if new else 2, **frame))
     if text and len(ranks) == 1:
         shade = ink(RANKS[ranks[0]])
         axes.text(

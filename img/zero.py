@@ -1,19 +1,20 @@
 """The pictures of the lesson zero: zero, zero1, zero2, zero3."""
 
-from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, ink, paper, save, words
+from style import EMPTY, PALE, RANKS, Axes, arrow, bar, box, darker, ink, paler, paper, save, words
 
 from minidist.instruments.plot import color
 
 KINDS = {"parameters": 4, "gradients": 4, "optimizer states": 8}  # bytes: float32, Adam
 PARAMETERS, GRADIENTS, _ = (color(kind) for kind in KINDS)
+GATHERED, OWN = paler(PARAMETERS, 1), paler(GRADIENTS, 1)
 TRAVEL, STEP = color("communication"), color("step")
 ON_ITS_WAY = {"hatch": "////", "edgecolor": color("parameters"), "linewidth": 0}
 
 
-def keys(axes: Axes, y: float, entries: list[tuple[float, str, str, float]]) -> None:
-    """A legend: where, its colour and how strong, what it means."""
-    for x, shade, text, strength in entries:
-        bar(axes, x, y - 0.09, 0.3, 0.18, shade, alpha=strength)
+def keys(axes: Axes, y: float, entries: list[tuple[float, str, str]]) -> None:
+    """A legend: where, its colour, what it means."""
+    for x, shade, text in entries:
+        bar(axes, x, y - 0.09, 0.3, 0.18, shade)
         words(axes, x + 0.4, y, text, ha="left")
 
 
@@ -44,7 +45,7 @@ def zero() -> None:
             words(axes, x + width / 2, 0.78, f"{rank}")
         words(axes, left + 2 * pitch - 0.04, 0.55, "rank")
     entries = zip((0.45, 2.2, 3.7), KINDS, strict=True)
-    keys(axes, 0.2, [(x, color(kind), kind, 1.0) for x, kind in entries])
+    keys(axes, 0.2, [(x, color(kind), kind) for x, kind in entries])
     says = "4 + 4 + 8 bytes a parameter: Adam in float32"
     words(axes, 9.88, 0.2, says, color=PALE, ha="right")
     save(figure, "zero")
@@ -73,7 +74,7 @@ def zero1() -> None:
         middle = top + height / 2 - height * rank - 0.02
         words(axes, 0.9, middle, f"rank {rank}", 10, ha="right")
         arrow(axes, (end, middle), (end + 0.35, middle), color=STEP, linewidth=2)
-        box(axes, end + 0.4, middle - 0.2, 1.5, 0.4, edgecolor=shade, linewidth=1.8)
+        box(axes, end + 0.4, middle - 0.2, 1.5, 0.4, edgecolor=darker(shade), linewidth=1.8)
         words(axes, end + 1.15, middle, "states, a step", 9)
         arrow(axes, (end + 1.95, middle), (7.0, middle), color=TRAVEL, linewidth=2)
     words(axes, (1.0 + end) / 2, 0.4, "a rank's rows of every parameter", 9.5)
@@ -86,14 +87,13 @@ def zero2() -> None:
     """An all_reduce is a reduce_scatter and an all_gather; stage 2 takes the step in between."""
     figure, axes = paper(10.2, 4.65)
 
-    def blocks(x: float, y: float, shade: str, shared: bool, strength: float = 1.0) -> None:
+    def blocks(x: float, y: float, shade: str, shared: bool) -> None:
         """Four ranks, one below the other, with four blocks each."""
         for rank in range(4):
             for block in range(4):
                 there = not shared or block == rank
-                looks = {"alpha": strength} if there else {}
                 place = x + 0.3 * block, y + 0.35 - 0.32 * rank
-                bar(axes, *place, 0.3, 0.27, shade if there else EMPTY, **looks)
+                bar(axes, *place, 0.3, 0.27, shade if there else EMPTY)
 
     rows = [
         ("DDP", "the all_reduce is both halves; then every rank takes the whole step", 3.35)
@@ -106,7 +106,7 @@ def zero2() -> None:
     for title, says, y, *moves in rows:
         words(axes, 0.2, y + 0.98, title, 11.5, ha="left", fontweight="bold")
         words(axes, 1.1, y + 0.98, says, ha="left", color=PALE)
-        blocks(0.2, y, GRADIENTS, False, 0.4)
+        blocks(0.2, y, OWN, False)
         for number in range(3):
             move, shade, shared = moves[3 * number : 3 * number + 3]
             x = 1.5 + 2.87 * number
@@ -115,8 +115,8 @@ def zero2() -> None:
             words(axes, x + 0.7, y + 0.2, move)
             words(axes, x + 0.7, y - 0.22, "Ψ (N − 1) / N" if travels else "", 8.5, color=PALE)
             blocks(x + 1.52, y, shade, shared)
-    entries = [(0.2, GRADIENTS, "gradients of a rank's own examples", 0.4)]
-    entries += [(3.6, GRADIENTS, "mean gradients", 1.0), (6.0, PARAMETERS, "new parameters", 1.0)]
+    entries = [(0.2, OWN, "gradients of a rank's own examples")]
+    entries += [(3.6, GRADIENTS, "mean gradients"), (6.0, PARAMETERS, "new parameters")]
     keys(axes, 0.15, entries)
     save(figure, "zero2")
 
@@ -139,15 +139,15 @@ def zero3() -> None:
             y = 1.05 + 0.5 * layer
             bar(axes, x, y, 0.98, 0.4, EMPTY)
             if layer == at:
-                bar(axes, x, y, 0.98, 0.4, PARAMETERS, alpha=0.4)
+                bar(axes, x, y, 0.98, 0.4, GATHERED)
             elif layer == following:
                 bar(axes, x, y, 0.98, 0.4, EMPTY, **ON_ITS_WAY)
                 travels += [f"gathers {layer}"]
             bar(axes, x + 0.98 / 4, y, 0.98 / 4, 0.4, PARAMETERS)
         travels += [f"reduces {at}"] if what == "backward" else []
         words(axes, x + 0.49, 0.98, "\n".join(travels), 8.5, va="top")
-    entries = [(1.05, PARAMETERS, "its own shard", 1.0)]
-    entries += [(3.0, PARAMETERS, "gathered to compute with", 0.4)]
+    entries = [(1.05, PARAMETERS, "its own shard")]
+    entries += [(3.0, GATHERED, "gathered to compute with")]
     keys(axes, 0.2, entries)
     bar(axes, 5.8, 0.11, 0.3, 0.18, EMPTY, **ON_ITS_WAY)
     words(axes, 6.2, 0.2, "in flight, for the next layer", ha="left")

@@ -9,11 +9,14 @@ Each lesson of the course teaches one module of this package.
 """
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from minidist.instruments.link import Link
-from minidist.machine.runtime import RankError
-from minidist.rank import launch, ranks
+
+if TYPE_CHECKING or find_spec("torch"):  # what only computes with numbers needs none, in a browser
+    from minidist.machine.runtime import RankError
+    from minidist.rank import launch, ranks
 
 if TYPE_CHECKING:
     from minidist import (

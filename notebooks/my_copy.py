@@ -10,9 +10,11 @@ minidist/course/checks/solved.py.
 
 import hashlib
 import json
-import shutil
 import sys
 from pathlib import Path
+
+from ipykernel.ipkernel import IPythonKernel
+from ipykernel.kernelspec import KERNEL_NAME, get_kernel_dict
 
 HERE = Path(__file__).resolve().parent
 LIST = ".copied.json"
@@ -27,8 +29,23 @@ def lessons() -> list[Path]:
     return sorted(path.relative_to(HERE) for path in found)
 
 
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def contents(source: Path) -> bytes:
+    """A file as the learner gets it. A notebook names the kernel that it will run in: JupyterLab
+    would write that into it at once, and so every lesson that was opened would count as changed."""
+    if source.suffix != ".ipynb":
+        return source.read_bytes()
+    notebook, kernel = json.loads(source.read_text()), get_kernel_dict()
+    named = {key: kernel[key] for key in ("display_name", "language")}
+    notebook["metadata"] = {
+        "kernelspec": {"name": KERNEL_NAME, **named},
+        "language_info": IPythonKernel.language_info,
+    }
+    # These are the bytes that JupyterLab saves, too.
+    return (json.dumps(notebook, indent=1, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def digest(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()
 
 
 def copy_into(folder: Path) -> list[Path]:
@@ -37,18 +54,18 @@ def copy_into(folder: Path) -> list[Path]:
     copied = json.loads((folder / LIST).read_text()) if (folder / LIST).exists() else {}
     now, kept = {}, []
     for name in lessons():
-        source, target, before = HERE / name, folder / name, copied.get(str(name))
+        new, target, before = contents(HERE / name), folder / name, copied.get(str(name))
         now[str(name)] = before
-        if target.exists() and digest(target) not in (before, digest(source)):
-            if before != digest(source):
+        if target.exists() and digest(target.read_bytes()) not in (before, digest(new)):
+            if before != digest(new):
                 kept.append(name)
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
-        now[str(name)] = digest(source)
+        target.write_bytes(new)
+        now[str(name)] = digest(new)
     for name in copied.keys() - now.keys():  # the course has given them another name
         target = folder / name
-        if target.exists() and digest(target) == copied[name]:
+        if target.exists() and digest(target.read_bytes()) == copied[name]:
             target.unlink()
     (folder / LIST).write_text(json.dumps(now, indent=1))
     return kept

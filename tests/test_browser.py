@@ -1,7 +1,7 @@
 """Lesson 1 in a real browser, as a learner sees it: opened, run from start to end, plots looked at.
 
-`make browser` runs it; `make test` does not. It needs Chromium and its driver (Debian: apt install
-chromium chromium-driver). The lesson's outputs are taken away first: what is seen is new.
+`make browser` runs it; `make test` does not. It needs Chromium (Debian: apt install chromium). The
+lesson's outputs are taken away first: what is seen is new.
 """
 
 import json
@@ -13,26 +13,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import chromium
 import pytest
 from programs import Family, eventually
 
 ROOT = Path(__file__).resolve().parents[1]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-DRIVER = shutil.which("chromedriver")
 LESSON = "01_rank.ipynb"
 PLOT, MARKDOWN = ".jp-OutputArea-output img", ".jp-MarkdownOutput img"
-SHOW = "arguments[0].scrollIntoView({block: 'center'})"
+# Where each name in the file browser stands, and whether it is cut off.
+NAMES = """names => names.map(
+    n => [n.getBoundingClientRect().y, n.innerText, n.scrollWidth > n.clientWidth])"""
 SOON, LESSON_ENDS = 120, 600  # seconds, on a busy machine
 
 pytestmark = [
-    pytest.mark.browser,
+    *chromium.MARKS,
     pytest.mark.timeout(SOON + LESSON_ENDS),
-    pytest.mark.skipif(not find_spec("selenium"), reason="pip install '.[browser]'"),
-    pytest.mark.skipif(not (BROWSER and DRIVER), reason="no chromium, or no chromedriver"),
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes by /proc"),
 ]
 
@@ -55,13 +53,15 @@ class Lab(Family):
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         own = {f"JUPYTER_{what}_DIR": str(self.tmp / what) for what in ("CONFIG", "RUNTIME")}
+        own["JUPYTER_CONFIG_PATH"] = "notebooks/jupyter"  # as in the Makefile
         options = [f"--ServerApp.root_dir={folder}", f"--ServerApp.port={self.port}"]
         options += ["--ServerApp.port_retries=0", "--IdentityProvider.token=", "--no-browser"]
-        options += ["--allow-root", f"--LabApp.workspaces_dir={self.tmp}", "--LabApp.news_url="]
+        options += ["--allow-root", f"--LabApp.workspaces_dir={self.tmp}"]
         self.log = (folder / "lab.log").open("w")
         self.server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options],
             env={**self.environ(), **own, "MINIDIST_TIMING": "soft"},
+            cwd=ROOT,
             stdout=self.log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -96,45 +96,23 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def page(lab: Lab) -> Iterator[Any]:
-    from selenium import webdriver  # here: the file is read where selenium is not
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for word in ("headless=new", "no-sandbox", "disable-dev-shm-usage", "window-size=1400,1000"):
-        options.add_argument(f"--{word}")
-    environ = {k: v for k, v in lab.environ().items() if "proxy" not in k.lower()}
-    service = webdriver.ChromeService(executable_path=DRIVER, env=environ)
-    driver = webdriver.Chrome(options=options, service=service)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    with chromium.chromium(lab.environ()) as browser:
+        page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(1000 * SOON)
+        yield page
 
 
-def seen(page: Any, selector: str) -> list[Any]:
-    return page.find_elements("css selector", selector)
-
-
-def click(page: Any, selector: str, words: str = "") -> None:
-    """Click what has the words, once it is there."""
-    from selenium.common.exceptions import WebDriverException
-
-    deadline = time.monotonic() + SOON
-    while True:
-        for element in seen(page, selector):
-            try:
-                if words in element.text:
-                    return element.click()
-            except WebDriverException:  # drawn anew meanwhile, or covered
-                pass
-        assert time.monotonic() < deadline, f"nothing to click: {selector} {words}"
-        time.sleep(0.2)
-
-
-def width_in_sight(page: Any, picture: Any) -> int:
+def width_in_sight(picture: Any) -> int:
     """How wide a picture is, in its own pixels, when a reader scrolls to it; 0 if it is broken."""
-    page.execute_script(SHOW, picture)
-    return page.execute_script("return arguments[0].naturalWidth", picture)
+    picture.scroll_into_view_if_needed()
+    return picture.evaluate("image => image.naturalWidth")
+
+
+def listed(folder: Path) -> list[str]:
+    """Lessons, other files, folders."""
+    there = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    last = {path: (path.is_dir(), path.suffix != ".ipynb", path.name) for path in there}
+    return [path.name for path in sorted(there, key=lambda path: last[path])]
 
 
 def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> None:
@@ -142,13 +120,20 @@ def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> 
     stored = json.loads((ROOT / "notebooks" / LESSON).read_text())["cells"]
     plots = sum("image/png" in str(cell.get("outputs")) for cell in stored)
     assert plots > 0
-    page.get(f"http://127.0.0.1:{lab.port}/lab/tree/my/{LESSON}")
+    page.goto(f"http://127.0.0.1:{lab.port}/lab/tree/my/{LESSON}")
 
     def menu(name: str, command: str) -> None:
-        click(page, ".lm-MenuBar-itemLabel", name)
-        click(page, f".lm-Menu-item[data-command='{command}']")
+        page.locator(".lm-MenuBar-itemLabel", has_text=name).first.click()
+        page.locator(f".lm-Menu-item[data-command='{command}']").click()
 
-    assert eventually(lambda: len(seen(page, ".jp-CodeCell")) == len(cells), SOON)
+    assert eventually(lambda: page.locator(".jp-CodeCell").count() == len(cells), SOON)
+    # Before the kernel is there, "Run all" does nothing, and says nothing.
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status='idle']").wait_for()
+    assert page.locator(".jp-mod-dirty").count() == 0  # nobody has touched it
+    assert page.locator(".Toastify__toast").count() == 0
+    shown = page.locator(".jp-DirListing-itemText").evaluate_all(NAMES)
+    assert [name for _, name, _ in sorted(shown)] == listed(lab.lesson.parent)
+    assert [name for _, name, is_cut in shown if is_cut] == []
     menu("Run", "runmenu:run-all")
 
     def ended() -> bool:
@@ -164,9 +149,8 @@ def test_lesson_1_runs_in_a_browser_and_shows_its_plots(lab: Lab, page: Any) -> 
             raised = any(output["output_type"] == "error" for output in cell["outputs"])
             assert raised == ("raises-exception" in cell["metadata"].get("tags", [])), cell
 
-    assert eventually(lambda: len(seen(page, PLOT)) == plots, SOON)
-    for picture in [*seen(page, MARKDOWN), *seen(page, PLOT)]:
-        assert eventually(lambda picture=picture: width_in_sight(page, picture) > 300, SOON)
-    page.execute_script(SHOW, seen(page, PLOT)[0])
-    time.sleep(1)
-    page.save_screenshot(os.environ.get("SHOT") or str(lab.tmp / "lesson.png"))
+    assert eventually(lambda: page.locator(PLOT).count() == plots, SOON)
+    for picture in [*page.locator(MARKDOWN).all(), *page.locator(PLOT).all()]:
+        assert eventually(lambda picture=picture: width_in_sight(picture) > 300, SOON)
+    page.locator(PLOT).first.scroll_into_view_if_needed()
+    page.screenshot(path=os.environ.get("SHOT") or str(lab.tmp / "lesson.png"))

@@ -31,7 +31,8 @@ def wrong_links(text: str, folder: Path) -> Iterator[str]:
     """Links and pictures that lead nowhere, and numbers that are not those of the lesson."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     for said, target in re.findall(r"\[([^\]]*)\]\(([^)\s]+)\)", text):
-        if target.startswith(("http", "#", "../../actions/")):  # a page of the project's hosting
+        hosting = "../../actions/", "../../deployments/"  # pages of the project's hosting
+        if target.startswith(("http", "#", *hosting)):
             continue
         if not (folder / target.partition("#")[0]).exists():
             yield f"[{said}]({target}) leads nowhere"

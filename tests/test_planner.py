@@ -837,7 +837,7 @@ def test_time_of_experts():
         more = passes * 2 * 12 * 3 * 2 * 2 * 32 * 64  # of 3 experts
         assert (uneven - even) * 1e12 == pytest.approx(more)
     sent = planner.messages(SPARSE, planner.Layout(4, experts=4, imbalance=1.5), "float32")
-    assert ("all_to_all", 1.5 * 12 * 3 * 128, 4, 8) in sent
+    assert ("all_to_all", 1.5 * 12 * 3 * 128, 4, 8, "experts") in sent
 
 
 def test_what_else_experts_change():

@@ -16,12 +16,15 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 from torch import nn
 
 from minidist.instruments import plot
 from minidist.instruments.measure import MemoryTracker, Phase, Span, Timeline, TrafficCounter
 from minidist.instruments.plot import color, human_bytes, human_time, palette
+from minidist.instruments.plot.palette import GROUND, contrast, darker, paler
 from minidist.pipeline import SCHEDULES, simulate
 from minidist.pipeline import Span as Step
 from minidist.pipeline.instructions import (
@@ -93,6 +96,25 @@ def ticks(axis) -> list[str]:
     return [label.get_text() for label in axis.get_ticklabels()]
 
 
+def faint(figure: Figure) -> list[str]:
+    """What is written with a contrast below 4.5 to what most of it stands upon."""
+    texts = [text for text in figure.findobj(Text) if text.get_text().strip()]
+    texts = [text for text in texts if not text.axes or text.axes.axison or text in text.axes.texts]
+    for text in texts:
+        text.set_alpha(0)
+    figure.canvas.draw()
+    seen, found = np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3] / 255, []
+    for text in texts:
+        text.set_alpha(None)
+        (left, low), (right, high) = text.get_window_extent().get_points().astype(int).clip(0)
+        behind = seen[low : high + 1, left : right + 1].reshape(-1, 3)
+        if len(behind):
+            upon = to_hex(np.median(behind, axis=0))
+            if contrast(to_hex(text.get_color()), upon) < 4.5:
+                found.append(f"{text.get_text()!r}: {to_hex(text.get_color())} upon {upon}")
+    return found
+
+
 # ---- what holds for every chart -----------------------------------------------------------
 
 
@@ -109,9 +131,13 @@ def test_a_chart_draws_where_it_is_told_and_changes_no_setting() -> None:
         assert len(plt.get_fignums()) == 1 and own.xaxis.label.get_color() == palette.INK, name
         left, right = plt.subplots(1, 2)[1]
         assert chart(given, ax=right) is right, name
+        assert [to_hex(paper.get_facecolor()).upper() for paper in (right, right.figure)] == [
+            GROUND
+        ] * 2, name
         assert len(plt.get_fignums()) == 2 and right.has_data() and not left.has_data(), name
         own.figure.canvas.draw()
         right.figure.canvas.draw()
+        assert [faint(ax.figure) for ax in (own, right)] == [[], []], name
         assert dict(matplotlib.rcParams) == settings, name
         plt.close("all")
 
@@ -161,7 +187,8 @@ def test_traffic_shows_what_was_counted() -> None:
     assert cells == {(j, i): rows[i][j] for i in range(3) for j in range(3)}
     (image,) = ax.images
     assert image.get_array().tolist() == [list(row) for row in sent]
-    assert [to_hex(image.cmap(image.norm(n))) for n in (0, 1608)] == ["#ffffff", "#d55e00"]
+    seen = [to_hex(image.cmap(image.norm(n))).upper() for n in (0, 1608)]
+    assert seen == [GROUND, color("communication")]
     totals = {text.get_position(): text.get_text() for text in ax.texts}
     assert [totals[2.65, i] for i in range(3)] == ["8 B", "808 B", "1.61 kB"]  # sent
     assert [totals[i, 2.65] for i in range(3)] == ["1.61 kB", "8 B", "808 B"]  # received
@@ -213,6 +240,16 @@ def test_messages_of_a_timeline_may_have_a_lane_of_their_own() -> None:
     assert first.get_height() == second.get_height()
     assert backward.get_height() == waiting.get_height() > first.get_height()
     assert backward.get_y() + backward.get_height() < first.get_y()  # the axis points down
+
+
+def test_alike_spans_too_thin_for_an_outline_are_drawn_as_one() -> None:
+    line = Timeline()
+    line.spans = [Span("op", "compute", i / 1e3, i / 1e3 + 4e-4) for i in range(3)]
+    line.spans += [Span("send", "communication", i / 10, i / 10) for i in (1, 1.02)]
+    line.spans += [Span("op", "compute", 0.5, 0.5), Span("op", "compute", 0.6, 1.0)]
+    bars = plot.timeline([line], lanes=True).patches
+    ends = [edge for bar in bars for edge in (bar.get_x(), bar.get_x() + bar.get_width())]
+    assert ends == pytest.approx([0, 2.4, 100, 100, 102, 102, 500, 500, 600, 1000])
 
 
 def test_rows_of_a_timeline_may_begin_at_zero_and_be_grey_where_they_wait() -> None:
@@ -272,7 +309,7 @@ def test_loss_shows_equal_curves_both() -> None:
     assert below.get_xydata().tolist() == [[1, 3], [2, 2], [3, 1.5]] == above.get_xydata().tolist()
     assert below.get_linewidth() > 2 * above.get_linewidth()
     assert above.is_dashed() and not below.is_dashed()
-    assert (shown(below), shown(above)) == (palette.SPARE[0], color("ring"))
+    assert [shown(line) for line in ax.lines] == [darker(paler(palette.SPARE[0], 1)), color("ring")]
     assert legend(ax) == ["alone", "ring"]
     assert all(step.isdigit() for step in ticks(ax.xaxis))  # no half steps
 
@@ -299,7 +336,8 @@ def test_memory_stacks_what_lives_and_marks_the_peak() -> None:
             foot, total[change] = total[change], total[change] + nbytes
             for y, inside in (foot - 1, False), (total[change] + 1, False), (foot + 1, nbytes > 2):
                 assert path.contains_point((change + 0.5, y)) == inside, (name, change, y)
-    reach, dot, *edges = ax.lines
+    whole, reach, dot, *edges = ax.lines
+    assert list(whole.get_ydata()) == [*total, total[-1]]
     assert dot.get_xydata().tolist() == [[4.5, 1700]] and max(total) == 1700
     assert reach.get_xydata().tolist() == [[0, 1700], [4.5, 1700]]
     said = {text.get_text(): text.get_position()[0] for text in ax.texts}
@@ -326,11 +364,12 @@ def test_memory_by_rank_shows_bytes_and_formula() -> None:
     for x, parts in enumerate(held.values()):
         foot = 0
         for kind in kinds:
-            bar, nbytes = bars[kind, x], parts.get(kind, 0)
-            assert (bar.get_y(), bar.get_height()) == (foot, nbytes)
-            assert shown(bar) == palette.MEMORY.get(kind, palette.SPARE[0])
+            if nbytes := parts.get(kind, 0):
+                bar = bars.pop((kind, x))
+                assert (bar.get_y(), bar.get_height()) == (foot, nbytes)
+                assert shown(bar) == palette.MEMORY.get(kind, palette.SPARE[0])
             foot += nbytes
-    assert len(bars) == 10
+    assert not bars  # what has no bytes has no bar
     (formula,) = ax.collections
     assert to_hex(formula.get_color()[0]) == "#000000"
     for segment, nbytes in zip(formula.get_segments(), [1500, 6000], strict=True):
@@ -354,14 +393,21 @@ def bars(ax: Axes, row: int) -> list[tuple[float, float, str]]:
     return [(round(a, 6), round(b, 6), shade) for a, b, shade in ends]
 
 
+def test_the_name_of_a_level_stands_where_no_curve_is() -> None:
+    flat, crossing = {1: 9, 8: 9}, {1: 9, 5: 5, 6.5: 5, 8: 1}
+    at = [plot.sweep({"a": c}, levels={"DDP": 5}, log="").texts[0].xy[0] for c in (flat, crossing)]
+    assert at == [0.68, 0.84]
+
+
 def test_sweep_shows_dots_where_measured_and_lines_where_predicted() -> None:
     measured = {"gpipe": {4: 0.5, 1: 0.75}, "1f1b": {4: 0.4}}
     ax = plot.sweep(measured, {"gpipe": {1: 0.7, 2: 0.6, 4: 0.5}}, xlabel="micro-batches")
     lines = [line for line in ax.lines if len(line.get_xdata())]
-    drawn = {(line.get_marker(), to_hex(line.get_color())): line.get_xydata() for line in lines}
-    assert drawn["None", color("gpipe").lower()].tolist() == [[1, 0.7], [2, 0.6], [4, 0.5]]
-    assert drawn["o", color("gpipe").lower()].tolist() == [[1, 0.75], [4, 0.5]]
-    assert drawn["D", color("1f1b").lower()].tolist() == [[4, 0.4]]
+    drawn = {(line.get_marker(), shown(line)): line.get_xydata() for line in lines}
+    gpipe = darker(color("gpipe"))
+    assert drawn["None", gpipe].tolist() == [[1, 0.7], [2, 0.6], [4, 0.5]]
+    assert drawn["o", gpipe].tolist() == [[1, 0.75], [4, 0.5]]
+    assert drawn["D", color("1f1b")].tolist() == [[4, 0.4]]
     assert [t.get_text() for t in ax.get_xticklabels()] == ["1", "4"]
     assert ax.get_xscale() == "log" and ax.get_ylim()[0] == 0
     said = [text.get_text() for text in ax.get_legend().get_texts()]
@@ -403,6 +449,8 @@ def test_roofline_is_the_lower_of_peak_and_bandwidth() -> None:
     assert [text.get_text() for text in ax.texts] == ["linear", "add", "norm"]
     assert not add.get_window_extent().overlaps(norm.get_window_extent())
     assert {"1", "10", "100"} <= set(ticks(ax.xaxis)) and "100" in ticks(ax.yaxis)
+    ax = plot.roofline([SimpleNamespace(name="at", intensity=9, speed=1e11)], 1e11, {"": 1e11})
+    assert ax.texts[0].get_window_extent().y1 < ax.transData.transform((9, 1e11))[1]  # the roof
 
 
 def test_weights_are_white_where_they_are_right() -> None:
@@ -427,7 +475,7 @@ def test_pairs_have_the_colour_of_the_querys_rank_and_bars_count_them() -> None:
 def test_routing_has_the_colour_of_the_tokens_rank_and_counts_rows() -> None:
     ax = plot.routing([[[0, 3], [2, 3]], [[1, 2]]], experts=4)
     lines = [(shown(line), line.get_linestyle()) for line in ax.lines[:6]]
-    first, second = palette.RANKS[:2]
+    first, second = map(darker, palette.RANKS[:2])
     assert lines[:4] == [(first, style) for style in (":", "-", "-", "-")]
     assert lines[4:] == [(second, "-"), (second, ":")]
     said = [text.get_text() for text in ax.texts]
@@ -479,8 +527,10 @@ def test_a_name_has_one_colour_in_every_chart() -> None:
         line, pairs = SimpleNamespace(rank=0, spans=[Span("", name, 0, 1)]), PAIRS["ring"]
         assert color(name) == shown(plot.timeline([line]).patches[0])
         assert color(name) == shown(plot.bars({"flat": {"a": 1}, name: {"a": 1}}).patches[1])
-        assert color(name) == shown(plot.time_against_size({"flat": pairs, name: pairs}).lines[1])
-        assert color(name) == shown(plot.loss({"flat": [1], name: [1]}).lines[1])
+        assert darker(color(name)) == shown(
+            plot.time_against_size({"flat": pairs, name: pairs}).lines[1]
+        )
+        assert darker(color(name)) == shown(plot.loss({"flat": [1], name: [1]}).lines[1])
     with pytest.raises(KeyError, match="no colour for 'rings'; the palette has .*ring"):
         color("rings")
 
@@ -493,6 +543,17 @@ def test_colours_that_meet_in_one_picture_differ() -> None:
             assert np.linalg.norm(apart) > 50, (one, other)
     assert [color(f"rank {rank}") for rank in range(len(plot.RANKS))] == list(plot.RANKS)
     assert palette.colors("abcabd") == dict(zip("abcd", palette.SPARE, strict=False))
+
+
+def test_what_has_to_be_seen_stands_out_from_the_ground() -> None:
+    assert min(contrast(writing, GROUND) for writing in (palette.INK, palette.PALE)) >= 4.5
+    assert contrast("#FFFFFF", "#000000") == 21 and round(contrast("#777777", "#FFFFFF"), 2) == 4.48
+    full = {*palette.COLORS.values(), *palette.SPARE}
+    for shade in full | {paler(shade, step) for shade in full for step in (1, 2)}:
+        assert max(contrast(seen, GROUND) for seen in (shade, palette.edge(shade))) >= 3, shade
+        assert contrast(palette.ink(shade), shade) >= 4.5, shade
+        for least in 3, 4.5:
+            assert contrast(darker(shade, least), GROUND) >= least, shade
 
 
 # As a float, 999.5e-6 is a little less; to say 0.999 ms would be wrong.
@@ -522,9 +583,18 @@ if CHANGED is None or changed.among(CHANGED, WHERE_THEY_COME_FROM):
 def test_the_pictures_are_what_their_scripts_draw(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "img")
     with matplotlib.rc_context():  # img/style.py changes the settings
-        monkeypatch.setattr(importlib.import_module("style"), "HERE", tmp_path)
+        style, unread = importlib.import_module("style"), {}
+        write = style.write
+        monkeypatch.setattr(style, "HERE", tmp_path)
+
+        def check(figure: Figure, name: str) -> None:
+            write(figure, name)
+            unread[name] = faint(figure)
+
+        monkeypatch.setattr(style, "write", check)
         for script in sorted(set((ROOT / "img").glob("*.py")) - {ROOT / "img" / "style.py"}):
             runpy.run_path(str(script), run_name="__main__")
+    assert not {name: found for name, found in unread.items() if found}
     korean = sys.modules.pop("style").KOREAN
     assert korean.keys() == {path.stem for path in (ROOT / "img/ko").iterdir()}
     pattern = "**/*.png" if (tmp_path / "ko").exists() else "*.png"  # else without the Korean font

@@ -42,7 +42,7 @@ LAYOUTS = {  # of 1,024 ranks, and how exact numbers are
 
 def planned_bytes(shape, layout, precision):
     counts = Counter()
-    for operation, nbytes, ranks, times in planner.messages(shape, layout, precision):
+    for operation, nbytes, ranks, times, _ in planner.messages(shape, layout, precision):
         counts[operation, ranks] += nbytes * times
     return dict(counts)
 

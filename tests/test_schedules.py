@@ -22,7 +22,7 @@ from minidist.pipeline import (
     simulate,
     validate,
 )
-from minidist.pipeline.cut import balance
+from minidist.pipeline.equal_stages import balance
 from minidist.pipeline.instructions import (
     RECEIVES,
     SENDS,

@@ -54,7 +54,7 @@ def declared() -> list[Requirement]:
     return [Requirement(line) for line in lines]
 
 
-MORE = [Requirement(line) for extra in ("tools", "browser") for line in EXTRAS[extra]]
+MORE = [Requirement(line) for extra in ("tools", "site", "browser") for line in EXTRAS[extra]]
 
 
 def test_each_dependency_is_pinned_within_its_bounds() -> None:
@@ -119,7 +119,7 @@ def test_conda_takes_python_from_conda_forge_and_the_rest_from_pyproject() -> No
     assert pip == "pip"
     assert by_pip == {"pip": ["-c constraints.txt", "-e .[course,test]"]}
     assert conda["channels"] == ["conda-forge", "nodefaults"]
-    assert set(EXTRAS) == {"course", "test", "tools", "browser"}
+    assert set(EXTRAS) == {"course", "test", "tools", "site", "browser"}
 
 
 # ---- the import order is the syllabus -----------------------------------------------------

@@ -3,9 +3,10 @@
     md.collectives.all_reduce(tensor, op=dist.ReduceOp.SUM, algorithm="ring")
 
 They take what the functions of the same name in torch.distributed take, except `async_op` and the
-root's rank within a group, and leave the same results in the same places. To read: `algorithms`
-(the loops), then `cost` (what they cost), `peers` (messages), `calls` (a table of what each rank
-passes; why a wrong call raises instead of hanging), `reduce_op` (what SUM and the others mean).
+root's rank within a group, and leave the same results in the same places. To read: `nine` (the
+functions), `algorithms` (the loops), then `cost` (what they cost), `peers` (messages), `calls` (a
+table of what each rank passes; why a wrong call raises instead of hanging), `reduce_op` (what SUM
+and the others mean).
 
 Roots (`src`, `dst`) count in the whole world. After a reduction with one result for all, all ranks
 hold the same bits. If any rank's call is wrong, or differs from the others', all ranks of the group
@@ -16,132 +17,46 @@ that has it. A list on another rank than the root is not looked at. gloo sends n
 memory, and ends the process.
 """
 
-from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from minidist.collectives.cost import ALGORITHMS, Cost, cost, sent, total
 
-from minidist.collectives.calls import run
-from minidist.collectives.cost import ALGORITHMS as ALGORITHMS
-from minidist.collectives.cost import Cost as Cost
-from minidist.collectives.cost import cost as cost
-from minidist.collectives.cost import sent as sent
-from minidist.collectives.cost import total as total
-from minidist.instruments.measure import TrafficCounter
+if TYPE_CHECKING:
+    from minidist.collectives.nine import (
+        all_gather,
+        all_reduce,
+        all_to_all,
+        barrier,
+        broadcast,
+        gather,
+        reduce,
+        reduce_scatter,
+        scatter,
+        sent_as_rings,
+    )
 
-Group = dist.ProcessGroup | None
-Op = dist.ReduceOp | dist.ReduceOp.RedOpType
-Rank = int | None
-Tensors = Sequence[Tensor]
-SUM = dist.ReduceOp.SUM
-
-
-def broadcast(
-    tensor: Tensor,
-    src: Rank = None,
-    group: Group = None,
-    *,
-    algorithm: str = "tree",
-) -> None:
-    """Copy `tensor` of rank `src` into `tensor` of every rank, in place. Lesson: collectives.
-
-    algorithm: "flat", the root sends to one after another; "tree", who has it passes it on.
-    """
-    run("broadcast", group, tensor, root=src, algorithm=algorithm)
-
-
-def reduce(
-    tensor: Tensor,
-    dst: Rank = None,
-    op: Op = SUM,
-    group: Group = None,
-    *,
-    algorithm: str = "tree",
-) -> None:
-    """Combine the ranks' `tensor` by `op` into `tensor` of rank `dst`, in place. On other ranks
-    `tensor` keeps its values (torch leaves them open). Lesson: collectives.
-
-    algorithm: "flat", the root takes from one after another; "tree", the broadcast's backwards.
-    """
-    run("reduce", group, tensor, root=dst, op=op, algorithm=algorithm)
+__all__ = [
+    "ALGORITHMS",
+    "Cost",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "cost",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "sent",
+    "sent_as_rings",
+    "total",
+]
 
 
-def all_reduce(
-    tensor: Tensor, op: Op = SUM, group: Group = None, *, algorithm: str = "ring"
-) -> None:
-    """Combine the ranks' `tensor` by `op` into `tensor` of every rank, in place.
-
-    algorithm: "ring", the fewest bytes that are possible; "naive", rank 0 gathers, then sends to
-    one after another; "tree", reduce to rank 0, then broadcast; "recursive_doubling", the fewest
-    messages; "halving_doubling", as few bytes as the ring in fewer messages. Lesson: collectives.
-    """
-    run("all_reduce", group, tensor, op=op, algorithm=algorithm)
-
-
-def scatter(
-    tensor: Tensor,
-    scatter_list: Tensors | None = None,
-    src: Rank = None,
-    group: Group = None,
-) -> None:
-    """Copy `scatter_list[i]` of rank `src` into `tensor` of the group's rank i. The root alone has
-    the list. It is rank 0 unless `src` says otherwise. Lesson: collectives."""
-    run("scatter", group, tensor, scatter_list, root=src)
-
-
-def gather(
-    tensor: Tensor,
-    gather_list: Tensors | None = None,
-    dst: Rank = None,
-    group: Group = None,
-) -> None:
-    """Copy `tensor` of the group's rank i into `gather_list[i]` of rank `dst`. The root alone has
-    the list. It is rank 0 unless `dst` says otherwise. Lesson: collectives."""
-    run("gather", group, tensor, gather_list, root=dst)
-
-
-def all_gather(tensor_list: Tensors, tensor: Tensor, group: Group = None) -> None:
-    """Copy `tensor` of the group's rank i into `tensor_list[i]` of every rank, in a ring. Ranks may
-    have tensors of other shapes, as `tensor_list` says. Lesson: collectives."""
-    run("all_gather", group, tensor, tensor_list)
-
-
-def reduce_scatter(output: Tensor, input_list: Tensors, op: Op = SUM, group: Group = None) -> None:
-    """Combine the ranks' `input_list[i]` by `op` into `output` of the group's rank i, in a ring.
-    The shapes within a list may differ; the lists of all ranks are alike. Lesson: collectives."""
-    run("reduce_scatter", group, output, input_list, op=op)
-
-
-def all_to_all(
-    output_tensor_list: Tensors, input_tensor_list: Tensors, group: Group = None
-) -> None:
-    """Copy `input_tensor_list[j]` of rank i into `output_tensor_list[i]` of rank j, for all ranks i
-    and j of the group. Every pair may have a shape of its own. Lesson: collectives."""
-    run("all_to_all", group, output_tensor_list, input_tensor_list)
-
-
-def barrier(group: Group = None) -> None:
-    """Return only when every rank of the group has called it. Lesson: collectives."""
-    run("barrier", group)
-
-
-def sent_as_rings(calls: Mapping[str, tuple[int, int]]) -> int:
-    """The bytes that this rank sends if these collectives of all ranks, such as the `calls` of a
-    `TrafficCounter`, are rings: it runs them so, on as many bytes. Every rank
-    calls this. ValueError for others than all_reduce, reduce_scatter, all_gather. Lesson: zero.
-    """
-    with TrafficCounter() as traffic:
-        for operation, (_, nbytes) in calls.items():
-            whole = torch.zeros(nbytes, dtype=torch.uint8)
-            shards = list(whole.tensor_split(dist.get_world_size()))
-            mine = shards[dist.get_rank()].clone()
-            if operation == "all_reduce":
-                all_reduce(whole, algorithm="ring")
-            elif operation == "reduce_scatter":
-                reduce_scatter(mine, shards)
-            elif operation == "all_gather":
-                all_gather(shards, mine)
-            else:
-                raise ValueError(f"{operation} is no ring of all_reduce's halves")
-    return traffic.sent_bytes
+def __getattr__(name: str) -> Any:
+    # On first use: `cost` is there without torch, too, as in a browser.
+    if name in __all__:
+        return getattr(import_module("minidist.collectives.nine"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,12 +2,13 @@
 
 Every rank has a place (d, p, t) in a mesh, and shares a group with the others along each axis:
 
-    axis        of the model it has      what travels along it
-    data        the same part            gradients, once a step
-    pipeline    other layers             activations and their gradients, once a micro-batch
-    context     the same part            keys and values, in each layer and micro-batch
-    experts     other experts            rows to experts and back, in each layer and micro-batch
-    tensor      other features           sums of activations, four a block and a micro-batch
+| axis | of the model it has | what travels along it |
+|---|---|---|
+| data | the same part | gradients, once a step |
+| pipeline | other layers | activations and their gradients, once a micro-batch |
+| context | the same part | keys and values, in each layer and micro-batch |
+| experts | other experts | rows to experts and back, in each layer and micro-batch |
+| tensor | other features | sums of activations, four a block and a micro-batch |
 
 So the ranks along `tensor` belong closest together, and those along `data` may be far apart. The
 ranks along `context`, if there are any, share the tokens of each row; those along `experts` have

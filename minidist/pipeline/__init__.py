@@ -7,7 +7,7 @@ says who does what when. To read, in this order:
     naive           the idea: GPipe in one function
     instructions    a schedule is data: a list of what each rank does; can ranks run it?
     schedules       five of them, and how long each would take
-    cut             from a whole model to the stages of each rank
+    cut             from a whole model to the stages of each rank; `equal_stages` says where to cut
 
 and then the three files through which a step goes:
 
@@ -18,10 +18,15 @@ and then the three files through which a step goes:
 Lessons: layer_splitting, pipeline_schedules.
 """
 
-from minidist.pipeline.cut import balance_by_cost, balance_by_parameters
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from minidist.pipeline.instructions import Schedule, ScheduleError, Span, validate
-from minidist.pipeline.pipeline import Pipeline
 from minidist.pipeline.schedules import SCHEDULES, Prediction, simulate, with_messages
+
+if TYPE_CHECKING:
+    from minidist.pipeline.cut import balance_by_cost, balance_by_parameters
+    from minidist.pipeline.pipeline import Pipeline
 
 __all__ = [
     "SCHEDULES",
@@ -36,3 +41,11 @@ __all__ = [
     "validate",
     "with_messages",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: schedules are there without torch, too, as in a browser.
+    if name in __all__:
+        room = "pipeline" if name == "Pipeline" else "cut"
+        return getattr(import_module(f"minidist.pipeline.{room}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

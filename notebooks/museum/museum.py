@@ -133,15 +133,14 @@ def unseal(text: bytes, exhibit: int, line: int | None) -> bytes:
 
 def gallery(ranks, exhibits) -> None:
     """Draw the loss of each exhibit, and that of its right form."""
-    import matplotlib.pyplot as plt  # not on each rank
-
-    figure, axes = plt.subplots(4, 5, figsize=(11, 7.5), sharex=True, layout="constrained")
-    for exhibit, axis in zip(exhibits, axes.flat):  # noqa: B905 (twenty at most)
-        for form, style in ("RIGHT", "C0-"), ("WRONG", "C1--"):
-            axis.plot(reading(ranks, exhibit, form, "curve"), style, label=form.lower())
-        axis.set(ylim=(0, 3.5))
-        axis.set_title(f"{exhibit} {load(exhibit).title}", fontsize=8)
-    axes[0, 0].legend(fontsize=8)
-    figure.supxlabel("step")
-    figure.supylabel("loss")
-    plt.show()
+    with md.plot.style() as plt:
+        figure, axes = plt.subplots(4, 5, figsize=(11, 7.5), sharex=True, layout="constrained")
+        for exhibit, axis in zip(exhibits, axes.flat):  # noqa: B905 (twenty at most)
+            for form, style in ("RIGHT", "C0-"), ("WRONG", "C3--"):
+                axis.plot(reading(ranks, exhibit, form, "curve"), style, label=form.lower())
+            axis.set(ylim=(0, 3.5))
+            axis.set_title(f"{exhibit} {load(exhibit).title}", fontsize=8)
+        axes[0, 0].legend(fontsize=8)
+        figure.supxlabel("step")
+        figure.supylabel("loss")
+        plt.show()

@@ -10,6 +10,7 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
+    require_norm,
     require_right,
     shown,
 )
@@ -70,14 +71,7 @@ def norm(answer: object) -> None:
         results = require_right(
             _trial, function(answer), sizes, world_size=8, where=f", {on}", of_rank=""
         )
-        wanted, hints = _norms(sizes)
-        for rank, (_, value) in enumerate(results):
-            if not abs(value / wanted - 1) <= 1e-12:  # nor is it nan
-                near = [says for says, other in hints.items() if abs(value / other - 1) < 1e-6]
-                hint = f": {near[0]}" if near else ""
-                raise NotYet(
-                    f"on {on}, rank {rank} has {value:.12g}, one process {wanted:.12g}{hint}."
-                )
+        require_norm((value for _, value in results), *_squares(sizes), on)
 
 
 def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:
@@ -119,21 +113,20 @@ def _parts(sizes: Sizes, p: int, t: int) -> list[Part]:
     return parts
 
 
-def _norms(sizes: Sizes) -> tuple[float, dict[str, float]]:
-    """The norm of the whole model, and those that mistakes give."""
+def _squares(sizes: Sizes) -> tuple[float, dict[str, float]]:
+    """The square of the whole model's norm, and those that mistakes give."""
     data, pipeline, tensor = sizes
     whole = _whole(sizes)
     cut, kept = (sum(float(g.square().sum()) for g, _, c in whole if c is b) for b in (True, False))
     table = float(whole[0][0].square().sum()) if pipeline > 1 else 0.0
     right = cut + kept
-    wrong = {
+    return right, {
         "it has no root": right**2,
         "along data the gradients are the same, and count once": data * right,
         "what the tensor group has whole counts once": cut + tensor * kept,
         "the tied embedding counts once": right + table,
         "what is whole, and the tied embedding, count once": right + table + (tensor - 1) * kept,
     }
-    return right**0.5, {s: n**0.5 for s, n in wrong.items() if abs(n / right - 1) > 1e-9}
 
 
 def _whole_numbers(answer: Any, what: str) -> list[int]:

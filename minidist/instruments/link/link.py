@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
-from minidist.instruments.link.lines import LIMIT, LINES, Busy, Lines, occupy
+from minidist.instruments.link.lines import LIMIT, Busy, Lines, occupy
 from minidist.instruments.link.steps import Step
 
 VARIABLE = "MINIDIST_LINK"
@@ -77,6 +77,8 @@ class Link:
         """The bytes that have left this node so far, of all its ranks and in whatever group: called
         on any rank that emulates a link, else 0. What a collective counts is the messages of
         `steps`, when rank 0 of its group books them. Lesson: experts."""
+        from minidist.instruments.link.shared_lines import LINES  # here: a Link needs no torch
+
         return LINES.carried(_out_of(node))
 
 

@@ -15,7 +15,9 @@ class Device:
     """A rank's processor: `flops`, its peak of operations a second in 16 bits (dense, without
     sparsity), of which a step reaches `utilisation` while it computes; `memory` in bytes, which it
     reads or writes at `bandwidth` bytes a second; `link` between ranks. A node of `per_node` ranks
-    shares one cable, `link.inter`. float8: how many times as fast linear layers are in 8 bits.
+    shares one cable, `link.inter`.
+
+    float8: how many times as fast linear layers are in 8 bits.
     attention: the part of `flops` that flash attention reaches; None is `utilisation`.
 
     Raises ValueError for numbers that make no sense.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from minidist.instruments.planner.model_states import STAGES, require_one_of, require_whole
 from minidist.instruments.planner.transformer import Transformer
-from minidist.pipeline.cut import balance
+from minidist.pipeline.equal_stages import balance
 
 RECOMPUTE = "nothing", "elementwise", "attention", "operations", "layers"
 CONTEXT_ATTENTION = "gathered", "gathered once", "ring", "ulysses"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import MEMORY, PALE, colors, human_bytes, ink
+from minidist.instruments.plot.frame import chart, legend, swatches, ticks
+from minidist.instruments.plot.palette import MEMORY, PALE, area, colors, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def bars(
         for i, (label, by_name) in enumerate(series.items()):
             values = list(by_name.values())
             middle = [place + (i + 0.5) * wide - 0.4 for place in range(len(names))]
-            drawn = ax.bar(middle, values, 0.88 * wide, color=shades[label], label=label)
+            drawn = ax.bar(middle, values, 0.88 * wide, label=label, **area(shades[label]))
             said = [f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in values]
             ax.bar_label(drawn, said, size=size, color=PALE)
             handles.append(drawn)
@@ -72,10 +72,12 @@ def stacked(
         for x, (name, parts) in enumerate(measured.items()):
             foot: float = 0
             for kind, shade in kinds.items():
-                value = parts.get(kind, 0)
-                ax.bar(x, value, 0.62, foot, color=shade, ec="white", lw=0.6, label=kind)
+                if not (value := parts.get(kind, 0)):
+                    continue
+                ax.bar(x, value, 0.62, foot, label=kind, **area(shade))
                 if value > 0.06 * highest and len(measured) < 7:
                     look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(shade)}
+                    look["bbox"] = {"fc": shade, "ec": "none", "pad": 0}  # upon a formula's line
                     ax.text(x, foot + value / 2, show(value), size=8.5, **look)
                 foot += value
             marks = list(accumulate(predicted.get(name, {}).get(kind, 0) for kind in kinds))
@@ -84,8 +86,9 @@ def stacked(
                 ax.hlines(sorted(set(marks)), x - 0.37, x + 0.37, color="black", lw=1.8)
                 said += f"\nformula: {show(marks[-1])}" if len(measured) < 7 else ""  # no room
             top = max(foot, *marks) + 0.02 * highest
-            ax.text(x, top, said, ha="center", va="bottom", size=9.5)
-        named = handles(kinds)
+            size = 9.5 if len(measured) < 5 else 8  # or neighbours would touch
+            ax.text(x, top, said, ha="center", va="bottom", size=size)
+        named = swatches(kinds)[::-1]
         if predicted:
             named += ax.plot([], [], color="black", lw=1.8, label="formula")
         ax.set_xticks(range(len(measured)), list(measured))
@@ -143,8 +146,9 @@ def breakdown(
         for y, (name, parts) in enumerate(measured.items()):
             left = 0.0
             for kind, shade in kinds.items():
-                ax.barh(y, parts.get(kind, 0), 0.66, left, color=shade)
-                left += parts.get(kind, 0)
+                if width := parts.get(kind, 0):
+                    ax.barh(y, width, 0.66, left, **area(shade))
+                    left += width
             if name in predicted:
                 ax.vlines(predicted[name], y - 0.42, y + 0.42, color="black", lw=1.8)
             counted = sum(size for kind, size in parts.items() if kind not in aside)
@@ -152,7 +156,7 @@ def breakdown(
             ax.text(end, y, show(counted) if parts else "–", va="center", size=8.5, color=PALE)
         if len(kinds) > 1:
             line = ax.plot([], [], color="black", lw=1.8, label="formula") if predicted else []
-            legend(ax, [*handles(kinds)[::-1], *line])
+            legend(ax, [*swatches(kinds), *line])
         ax.set_xlim(0, 1.22 * longest)
         ax.set_yticks(range(len(measured)), list(measured))
         ax.set_ylim(len(measured) - 0.5, -0.5)
@@ -167,10 +171,3 @@ def kinds_of(measured: Iterable[Mapping[str, float]]) -> dict[str, str]:
     and then others in their own."""
     there = [name for parts in measured for name, nbytes in parts.items() if nbytes]
     return colors([name for name in MEMORY if name in there] + there)
-
-
-def handles(kinds: Mapping[str, str]) -> list[Any]:
-    """For the legend, from the top of a stack to its bottom."""
-    from matplotlib.patches import Patch
-
-    return [Patch(color=shade, label=name) for name, shade in kinds.items()][::-1]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import INK, colors
+from minidist.instruments.plot.palette import GROUND, INK, colors, darker
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ def roofline(
     """
     if not points or not bandwidth:
         raise ValueError("roofline: no operation, or no roof, to draw")
-    shades = colors(bandwidth)
+    shades = {name: darker(shade) for name, shade in colors(bandwidth).items()}
     ridges = {name: peak / fast for name, fast in bandwidth.items()}
     places = {point.name: (point.intensity, point.speed) for point in points}
     reach = [*ridges.values(), *(x for x, _ in places.values())]
@@ -51,21 +51,27 @@ def roofline(
         ax.set(xlabel="FLOP a byte", ylabel="GFLOP/s")
         legend(ax, handles)
         highest = dict(sorted(places.items(), key=lambda each: -each[1][1]))
-        write(ax, highest, list(places.values()))
+        write(ax, highest, list(places.values()), peak)
         return ax
 
 
 def write(
-    ax: Axes, names: Mapping[str, tuple[float, float]], dots: Sequence[tuple[float, float]]
+    ax: Axes,
+    names: Mapping[str, tuple[float, float]],
+    dots: Sequence[tuple[float, float]],
+    peak: float,
 ) -> None:
-    """Each name to the right of its dot, or below whatever is there: one of `dots`, or a name that
-    is written already."""
+    """Each name to the right of its dot, or below whatever is there: the roof at its peak, one of
+    `dots`, or a name that is written already."""
     from matplotlib.transforms import Bbox
 
     figure: Any = ax.figure
     figure.draw_without_rendering()  # now the axes have their size
     taken = [Bbox([dot - 4, dot + 4]) for dot in ax.transData.transform(dots)]
+    roof = ax.transData.transform((1, peak))[1]
+    taken.append(Bbox([(float("-inf"), roof - 2), (float("inf"), roof + 2)]))
     place: dict[str, Any] = {"xytext": (8, 0), "textcoords": "offset points"}
+    place["bbox"] = {"fc": GROUND, "ec": "none", "pad": 1, "alpha": 0.85}  # over the dotted line
     for name, dot in names.items():
         label = ax.annotate(name, dot, va="center", size=9, **place)
         for there in sorted(taken, key=lambda box: -box.y1):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.palette import FAINT, INK, PALE, style
+from minidist.instruments.plot.palette import FAINT, GROUND, INK, PALE, area, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,8 @@ def chart(
     with style() as plt:
         if ax is None:
             ax = plt.subplots(figsize=(width, height), layout="constrained")[1]
+        for paper in ax, ax.figure:  # they may have been made without the course's style
+            paper.set_facecolor(GROUND)
         ax.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=pad)
         ax.tick_params(which="both", labelsize=9.5, length=3, color=PALE, labelcolor=INK)
         ax.spines[["top", "right"]].set_visible(False)
@@ -32,6 +34,13 @@ def chart(
 def legend(ax: Axes, handles: Sequence[Any]) -> None:
     """At the right of the axes, where it hides nothing."""
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.02))
+
+
+def swatches(shades: Mapping[str, str]) -> list[Any]:
+    """For the legend: an area of each colour, and its name."""
+    from matplotlib.patches import Patch
+
+    return [Patch(**area(shade), label=name) for name, shade in shades.items()]
 
 
 def ticks(axis: Any, show: Any, grid: str | None = FAINT, whole: bool = False) -> None:

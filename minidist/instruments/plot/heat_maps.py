@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minidist.instruments.plot.frame import chart
-from minidist.instruments.plot.palette import FAINT, PALE, RANKS, color, human_bytes, ink
+from minidist.instruments.plot.palette import FAINT, GROUND, PALE, RANKS, color, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,13 +39,13 @@ def traffic(
     with chart(ax, title, max(side + 2.2, 4), max(side + 1.2, 2.6)) as ax:
         from matplotlib.colors import LinearSegmentedColormap, to_hex
 
-        shades = LinearSegmentedColormap.from_list("bytes", ["white", color("communication")])
+        shades = LinearSegmentedColormap.from_list("bytes", [GROUND, color("communication")])
         most = max(1, *map(max, rows))
         ax.imshow(rows, cmap=shades, vmin=0, vmax=most)
         for i, row in enumerate(rows):
             for j, nbytes in enumerate(row):
                 said = words(nbytes) if nbytes or i != j else "–"
-                tone = ink(to_hex(shades(nbytes / most))) if nbytes else "#AAAAAA"
+                tone = ink(to_hex(shades(nbytes / most))) if nbytes else PALE
                 ax.text(j, i, said, ha="center", va="center", size=font, color=tone, gid="cell")
             received = sum(other[i] for other in rows)
             ax.text(world - 0.35, i, words(sum(row)), va="center", size=font, gid="sent")
@@ -116,11 +116,15 @@ def weights(
     if not found:
         raise ValueError("weights: no run to draw")
     with chart(ax, title, 4, 0.9 + 0.32 * len(found)) as ax:
+        from matplotlib import colormaps
+        from matplotlib.colors import to_hex
+
+        shades, low, high = colormaps["RdBu_r"], -0.4, 2.4
         times = [[weight / right for weight, right in row.values()] for row in found.values()]
-        ax.imshow(times, cmap="RdBu_r", vmin=-0.4, vmax=2.4, aspect="auto")
+        ax.imshow(times, cmap=shades, vmin=low, vmax=high, aspect="auto")
         for y, (row, ratios) in enumerate(zip(found.values(), times, strict=True)):
             for x, ((weight, _), ratio) in enumerate(zip(row.values(), ratios, strict=True)):
-                shade = "black" if 0.2 < ratio < 1.9 else "white"
+                shade = ink(to_hex(shades((ratio - low) / (high - low))))
                 shown = weight if abs(ratio) > 1e-9 else 0
                 ax.text(x, y, f"{shown:.3g}", ha="center", va="center", size=9, color=shade)
         columns = list(next(iter(found.values())))

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import ceil, floor, log2
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import MARKERS, PALE, colors, human_bytes, human_time
+from minidist.instruments.plot.palette import (
+    GROUND,
+    MARKERS,
+    PALE,
+    colors,
+    darker,
+    human_bytes,
+    human_time,
+    paler,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,7 +25,12 @@ if TYPE_CHECKING:
 
 Curve = Mapping[float, float]
 LEVEL: Any = {"ha": "center", "va": "center", "size": 8.5, "color": PALE}
-LEVEL["bbox"] = {"fc": "white", "ec": "none", "pad": 1, "alpha": 0.85}
+LEVEL["bbox"] = {"fc": GROUND, "ec": "none", "pad": 1, "alpha": 0.85}
+
+
+def lines(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each name, for a line."""
+    return {name: darker(shade) for name, shade in colors(names).items()}
 
 
 def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
@@ -30,12 +44,12 @@ def loss(curves: Mapping[str, Sequence[float]], ax: Axes | None = None) -> Axes:
     dashes = ((0, (3, 2)), (0, (1, 1.5)), (0, (6, 1.5, 1, 1.5)))
     with chart(ax, "Loss", 8, 3.4) as ax:
         handles: list[Any] = []
-        for i, (name, shade) in enumerate(colors(curves).items()):
-            look: dict[str, Any] = {"lw": 6, "alpha": 0.45, "solid_capstyle": "round"}
-            if i:
-                look = {"lw": 2, "ls": dashes[(i - 1) % len(dashes)]}
+        for i, (name, shade) in enumerate(lines(curves).items()):
+            look: dict[str, Any] = {"lw": 2, "ls": dashes[(i - 1) % len(dashes)], "color": shade}
+            if not i:
+                look = {"lw": 6, "color": darker(paler(shade, 1)), "solid_capstyle": "round"}
             steps = range(1, len(curves[name]) + 1)
-            handles += ax.plot(steps, curves[name], color=shade, label=name, **look)
+            handles += ax.plot(steps, curves[name], label=name, **look)
         ax.set_xlabel("step")
         ax.set_ylabel("loss")
         ticks(ax.xaxis, lambda step: f"{step:g}", grid=None, whole=True)
@@ -60,7 +74,7 @@ def time_against_size(
     predicted = predicted or {}
     if not (measured or predicted) or not all(map(len, measured.values())):
         raise ValueError("time_against_size: nothing measured to draw")
-    shades = colors([*measured, *predicted])
+    shades = lines([*measured, *predicted])
     with chart(ax, title, 8, 4) as ax:
         handles: list[Any] = []
         for name, pairs in measured.items():
@@ -75,8 +89,8 @@ def time_against_size(
         for name, pairs in predicted.items():
             ends = zip(*sorted(pairs), strict=True)
             label, shade = f"{name}, predicted", shades[name]
-            line = ax.plot(*ends, color=shade, lw=1.5, ls=(0, (4, 2)), label=label)
-            handles += [] if name in measured else line
+            dashed = ax.plot(*ends, color=shade, lw=1.5, ls=(0, (4, 2)), label=label)
+            handles += [] if name in measured else dashed
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.5, ls=(0, (4, 2)), label="predicted")
         for name, nbytes in (marks or {}).items():
@@ -90,6 +104,22 @@ def time_against_size(
         ticks(ax.yaxis, human_time)
         legend(ax, handles)
         return ax
+
+
+def free(ax: Axes, level: float) -> float:
+    """Where a name may stand on a level, as a part of the width: where no curve comes near it."""
+    from matplotlib.transforms import Bbox
+
+    ax.get_xlim(), ax.get_ylim()  # now the axes know their limits
+    inside = ax.transData - ax.transAxes
+    curves = [line for line in ax.lines if line.get_transform() == ax.transData]  # not the levels
+    paths = [inside.transform_path(c.get_path()) for c in curves]
+    y = inside.transform((ax.get_xlim()[1], level))[1]
+    for x in (0.68, 0.84, 0.5, 0.32, 0.16):
+        near = Bbox.from_extents(x - 0.05, y - 0.05, x + 0.05, y + 0.05)
+        if not any(path.intersects_bbox(near, filled=False) for path in paths):
+            return x
+    return 0.68
 
 
 def sweep(
@@ -114,14 +144,14 @@ def sweep(
     predicted = predicted or {}
     if not measured or not all(map(len, measured.values())):
         raise ValueError("sweep: nothing measured to draw")
-    shades = colors([*measured, *predicted])
+    shades = lines([*measured, *predicted])
     places = sorted({x for curve in measured.values() for x in curve})
     with chart(ax, title, 8, 3.6) as ax:
         handles: list[Any] = []
         for name, curve in predicted.items():
-            line = ax.plot(*zip(*sorted(curve.items()), strict=True), color=shades[name], lw=1.6)
-            line[0].set_label(f"{name}, predicted")
-            handles += [] if name in measured else line
+            label, pairs = f"{name}, predicted", zip(*sorted(curve.items()), strict=True)
+            drawn = ax.plot(*pairs, color=shades[name], lw=1.6, label=label)
+            handles += [] if name in measured else drawn
         for i, (name, curve) in enumerate(measured.items()):
             size = 6 if len(places) < 40 else 3
             # Curves that are equal coincide: later lines are thinner, later dots smaller.
@@ -129,16 +159,18 @@ def sweep(
             look: dict[str, Any] = {"marker": "oDs^vPX*"[i % 8], "ms": size + larger}
             look["lw"] = 0 if predicted else max(1.2, 4 - 1.2 * i)
             points = zip(*sorted(curve.items()), strict=True)
-            handles += ax.plot(*points, color=shades[name], alpha=0.85, label=name, **look)
+            handles += ax.plot(*points, color=shades[name], label=name, **look)
         if predicted:
             handles += ax.plot([], [], color=PALE, lw=1.6, label="line: predicted")
-        for name, level in (levels or {}).items():
-            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
-            ax.annotate(name, (0.68, level), xycoords=("axes fraction", "data"), **LEVEL)
         for name in log:
             getattr(ax, f"set_{name}scale")("log", base=2 if name == "x" else 10)
+        for level in (levels or {}).values():
+            ax.axhline(level, color=PALE, lw=1, ls=":", zorder=1)
         if "y" not in log:
             ax.set_ylim(bottom=0)
+        for name, level in (levels or {}).items():
+            place = free(ax, level), level
+            ax.annotate(name, place, xycoords=("axes fraction", "data"), **LEVEL)
         ticks(ax.yaxis, show)
         labels = [f"{x:g}" for x in places]
         ax.set_xticks(places, labels)

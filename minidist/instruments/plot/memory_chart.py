@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.bar_charts import handles, kinds_of
-from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import PALE, colors, human_bytes, ink
+from minidist.instruments.plot.bar_charts import kinds_of
+from minidist.instruments.plot.frame import chart, legend, swatches, ticks
+from minidist.instruments.plot.palette import INK, PALE, area, colors, human_bytes, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,9 @@ def memory(tracker: MemoryTracker, ax: Axes | None = None) -> Axes:
     middle = total.index(peak) + 0.5
     with chart(ax, "Memory", 8, 3.8, pad=28) as ax:
         steps = [[*history[name], history[name][-1]] for name in kinds]
-        ax.stackplot(range(len(total) + 1), steps, step="post", colors=list(kinds.values()), lw=0)
+        places, shades = range(len(total) + 1), list(kinds.values())
+        ax.stackplot(places, steps, step="post", colors=shades, lw=0)
+        ax.step(places, [*total, total[-1]], where="post", color=INK, lw=0.8)
         ax.set_xlim(0, len(total))
         ax.set_ylim(0, 1.15 * peak)
         ax.plot([0, middle], [peak, peak], color="black", lw=1, ls=(0, (4, 2)))
@@ -43,7 +45,7 @@ def memory(tracker: MemoryTracker, ax: Axes | None = None) -> Axes:
         ax.set_ylabel("live bytes")
         ticks(ax.xaxis, lambda change: f"{change:g}", grid=None, whole=True)
         ticks(ax.yaxis, human_bytes)
-        legend(ax, handles(kinds))
+        legend(ax, swatches(kinds)[::-1])
         return ax
 
 
@@ -54,7 +56,7 @@ def _strip(ax: Axes, phase: Phase, length: int) -> None:
     shade = colors([phase.name])[phase.name]
     place = ax.get_xaxis_transform()  # across in changes, up in heights of the axes
     width = phase.end - phase.start
-    strip = Rectangle((phase.start + 1, 1.02), width, 0.065, color=shade, clip_on=False)
+    strip = Rectangle((phase.start + 1, 1.02), width, 0.065, clip_on=False, **area(shade))
     strip.set_transform(place)
     ax.add_patch(strip)
     for edge in phase.start + 1, phase.end + 1:

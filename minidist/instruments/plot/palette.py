@@ -21,8 +21,8 @@ ACTIVITIES = {  # what a rank does with its time
     "step": "#009E73",
     "communication": "#D55E00",
     "agreement": "#CC79A7",
-    "waiting": "#D6D6D6",
-    "idle": "#D6D6D6",
+    "waiting": "#C4C8CE",
+    "idle": "#C4C8CE",
 }
 MEMORY = {  # what a rank's memory holds
     "parameters": "#0072B2",
@@ -67,13 +67,14 @@ COLORS = {
 SPARE = ("#332288", "#AA4499", "#999933", "#44AA99", "#882255", "#999999")  # for other names
 MARKERS = dict(zip(ALGORITHMS, "Xo^DsPv<>", strict=True))  # lines differ by more than colour
 
+GROUND = "#E9ECF0"  # soft beside a white page, and no glare upon a dark one
 INK = "#222222"  # writing, and what has to be seen
-PALE = "#777777"  # writing that may be overlooked
-FAINT = "#E4E4E4"  # grid lines and empty cells
+PALE = "#555B64"  # writing that may be overlooked
+FAINT = "#D2D7DE"  # grid lines
 STYLE: Any = {
     "figure.dpi": 110,
-    "figure.facecolor": "white",
-    "axes.facecolor": "white",
+    "figure.facecolor": GROUND,
+    "axes.facecolor": GROUND,
     "axes.labelcolor": INK,
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],  # it comes with matplotlib: the same on every machine
@@ -104,10 +105,40 @@ def colors(names: Iterable[str]) -> dict[str, str]:
     return shades
 
 
+def contrast(one: str, other: str) -> float:
+    """From 1, the same colour, to 21, black on white, as WCAG 2.2 defines it."""
+    dark, bright = sorted(map(_luminance, (one, other)))
+    return (bright + 0.05) / (dark + 0.05)
+
+
+def _luminance(shade: str) -> float:
+    parts = (int(shade[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
 def ink(background: str) -> str:
-    """The writing, dark or white, that is easier to read upon `background` ("#RRGGBB")."""
-    red, green, blue = (int(background[i : i + 2], 16) / 255 for i in (1, 3, 5))
-    return INK if 0.299 * red + 0.587 * green + 0.114 * blue > 0.55 else "#FFFFFF"
+    """The writing, black or white, that is easier to read upon `background` ("#RRGGBB")."""
+    return max("#000000", "#FFFFFF", key=lambda shade: contrast(shade, background))
+
+
+def darker(shade: str, least: float = 3) -> str:
+    """The colour for what is thin: darker, if need be, until its contrast with the ground is
+    `least`: 3 for lines, 4.5 for writing."""
+    while contrast(shade, GROUND) < least:
+        shade = "#" + "".join(f"{int(0.97 * int(shade[i : i + 2], 16)):02X}" for i in (1, 3, 5))
+    return shade
+
+
+def edge(shade: str) -> str:
+    """The edge of an area of this colour: the ground's, so that neighbours stand apart, or a darker
+    line around an area that the ground would swallow."""
+    return GROUND if contrast(shade, GROUND) >= 3 else darker(shade)
+
+
+def area(shade: str) -> dict[str, Any]:
+    """How an area of this colour looks: for bars and patches of matplotlib."""
+    return {"facecolor": shade, "edgecolor": edge(shade), "linewidth": 0.6}
 
 
 def paler(shade: str, times: int) -> str:

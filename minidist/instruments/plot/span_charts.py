@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import ACTIVITIES, COLORS, color, colors, ink, paler
+from minidist.instruments.plot.frame import chart, legend, swatches, ticks
+from minidist.instruments.plot.palette import (
+    ACTIVITIES,
+    COLORS,
+    GROUND,
+    area,
+    color,
+    colors,
+    darker,
+    ink,
+    paler,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,13 +60,11 @@ def timeline(
     def kind(span: Span) -> str:
         return span.name if span.name in ACTIVITIES else span.category
 
-    first = min(span.start for span in spans)
+    first, last = min(span.start for span in spans), max(span.end for span in spans)
     grey = color("waiting")
     order = [*COLORS, *sorted({kind(span) for span in spans} - set(COLORS))]
     shades = colors(name for name in order if name in map(kind, spans))
     with chart(ax, title, 8, 1.2 + 0.45 * max(len(lines), 2)) as ax:
-        from matplotlib.patches import Patch
-
         for row, (_, line) in enumerate(lines):
             around: list[float] = []  # the ends of the spans that the next may begin within
             free, middle, whole = first, float(row), 0.78  # when the lane of messages is free
@@ -64,13 +72,15 @@ def timeline(
                 middle, whole = row - 0.2, 0.4
             if waits and line:
                 begin, end = min(s.start for s in line), max(s.end for s in line)
-                ax.barh(middle, 1e3 * (end - begin), whole, 1e3 * (begin - first), color=grey, lw=0)
-            for span in sorted(line, key=lambda span: (span.start, -span.end)):
-                shade, edge = shades[kind(span)], shades[kind(span)]
+                ax.barh(middle, 1e3 * (end - begin), whole, 1e3 * (begin - first), **area(grey))
+            for span in _joined(line, kind, (last - first) / 240):
+                shade, rim = shades[kind(span)], darker(shades[kind(span)])
                 start, at, thick, depth = span.start, middle, whole, 0
                 if lanes and span.category == "communication":
-                    start, at, thick, edge = max(start, free), row + 0.2, 0.3, "white"
+                    start, at, thick = max(start, free), row + 0.2, 0.3
                     free = max(free, span.end)
+                    if span.end - start > 0.01 * (last - first):  # a short one would vanish
+                        rim = GROUND
                 else:
                     around = [end for end in around if end > span.start]
                     depth = len(around)
@@ -78,7 +88,7 @@ def timeline(
                     around.append(span.end)
                 left, width = (start - first) * 1e3, max(0, span.end - start) * 1e3
                 # An edge in the same colour keeps spans shorter than a pixel in sight.
-                ax.barh(at, width, thick, left, color=shade, ec=edge, lw=0.5, zorder=2 + depth)
+                ax.barh(at, width, thick, left, color=shade, ec=rim, lw=0.5, zorder=2 + depth)
         ax.set_yticks(range(len(lines)), [name for name, _ in lines])
         ax.set_ylim(len(lines) - 0.45, -0.55)
         ax.set_xlim(left=0, auto=None)  # panels that share this axis may still need more of it
@@ -87,8 +97,28 @@ def timeline(
         ax.spines["left"].set_visible(False)
         ticks(ax.xaxis, lambda ms: f"{ms:g}")
         named = shades | ({"waiting": grey} if waits else {})
-        legend(ax, [Patch(color=shade, label=name) for name, shade in named.items()])
+        legend(ax, swatches(named))
         return ax
+
+
+def _joined(line: Iterable[Span], kind: Callable[[Span], str], hair: float) -> list[Span]:
+    """The spans in the order of their starts. Those next to each other that are alike, and shorter
+    than an outline is wide, become one: else one would see outlines alone."""
+    done: list[Span] = []
+    short = False  # the last one is such a span, or made of them
+    for span in sorted(line, key=lambda span: (span.start, -span.end)):
+        thin = span.end - span.start < hair and span.category != "communication"
+        if (
+            thin
+            and short
+            and kind(span) == kind(done[-1])
+            and 0 <= span.start - done[-1].end < hair
+        ):
+            done[-1] = replace(done[-1], end=span.end)
+        else:
+            done.append(span)
+            short = thin
+    return done
 
 
 def _from_zero(line: Sequence[Span]) -> list[Span]:
@@ -127,15 +157,13 @@ def schedule(
     length = scale * (max(span.end for span in spans) - first)
     turns = max(span.instruction.stage for span in spans) // len(rows)
     with chart(ax, title, 9, 1.2 + 0.42 * max(len(rows), 2)) as ax:
-        from matplotlib.patches import Patch
-
         for y, row in enumerate(rows):
-            ax.barh(y, length, 0.8, 0, color=color("idle"), lw=0, gid="idle")
+            ax.barh(y, length, 0.8, 0, gid="idle", **area(color("idle")))
             for span in row:
                 kind, turn = type(span.instruction).__name__, span.instruction.stage // len(rows)
                 shade = paler(color(KINDS[kind]), turn)
                 left, width = scale * (span.start - first), scale * (span.end - span.start)
-                ax.barh(y, width, 0.8, left, color=shade, ec="white", lw=0.6)
+                ax.barh(y, width, 0.8, left, **area(shade))
                 said = str(span.instruction.microbatch)
                 if width > 0.008 * (1 + len(said)) * length:
                     look: dict[str, Any] = {"ha": "center", "va": "center", "color": ink(shade)}
@@ -149,9 +177,8 @@ def schedule(
         ticks(ax.xaxis, lambda value: f"{value:g}", grid=None)
         found = {type(span.instruction).__name__ for span in spans}
         named = [KINDS[kind] for kind in KINDS if kind in found]
-        handles = [Patch(color=color(name), label=name) for name in [*named, "idle"]]
+        shades = {name: color(name) for name in [*named, "idle"]}
         if turns:
-            label = "paler: later stages"
-            handles.append(Patch(fc=paler(color("forward"), 1), ec=color("forward"), label=label))
-        legend(ax, handles)
+            shades["paler: later stages"] = paler(color("forward"), 1)
+        legend(ax, swatches(shades))
         return ax

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minidist.instruments.plot.frame import chart, legend, ticks
-from minidist.instruments.plot.palette import INK, PALE, RANKS, ink, paler
+from minidist.instruments.plot.frame import chart, legend, swatches, ticks
+from minidist.instruments.plot.palette import INK, PALE, RANKS, area, darker, ink, paler
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,14 +25,14 @@ def pairs(positions: Sequence[Sequence[int]], ax: Axes | None = None, title: str
     ranks, look = len(positions), dict[str, Any](ha="center", va="center", size=6.5)
     counts = [[0] * ranks for _ in positions]  # [step][rank]
     with chart(ax, title, 5.6, 4.4) as ax:
-        from matplotlib.patches import Patch, Rectangle
+        from matplotlib.patches import Rectangle
 
         for query in range(len(owner)):
             for key in range(query + 1):
                 rank, step = owner[query], (owner[query] - owner[key]) % ranks
                 counts[step][rank] += 1
                 shade = paler(RANKS[rank], step)
-                ax.add_patch(Rectangle((key, query), 1, 1, fc=shade, ec="white"))
+                ax.add_patch(Rectangle((key, query), 1, 1, **area(shade)))
                 ax.text(key + 0.5, query + 0.5, str(step), color=ink(shade), **look)
         marks = range(0, len(owner) + 1, ranks)
         ax.set(xlim=(0, len(owner)), ylim=(len(owner), 0), aspect="equal")
@@ -41,14 +41,14 @@ def pairs(positions: Sequence[Sequence[int]], ax: Axes | None = None, title: str
             for step, row in enumerate(counts):
                 for rank, count in enumerate(row):
                     at = step + (rank - (ranks - 1) / 2) * 0.8 / ranks
-                    shades = dict[str, Any](fc=paler(RANKS[rank], step), ec=RANKS[rank], lw=0.6)
-                    bars.bar(at, count, 0.8 / ranks, **shades)
+                    shade = paler(RANKS[rank], step)
+                    bars.bar(at, count, 0.8 / ranks, **area(shade))
             bars.set(xticks=range(ranks), ylim=(0, (len(owner) / ranks) ** 2))  # a whole block
             bars.tick_params(labelsize=8)
             bars.set_xlabel("step", size=8, labelpad=1)
             bars.set_ylabel("pairs", size=8, labelpad=1)
             ticks(bars.yaxis, lambda value: f"{value:g}", whole=True)
-        legend(ax, [Patch(color=RANKS[rank], label=f"rank {rank}") for rank in range(ranks)])
+        legend(ax, swatches({f"rank {rank}": RANKS[rank] for rank in range(ranks)}))
         return ax
 
 
@@ -77,19 +77,18 @@ def routing(
                     there, style = expert // n, ":" if expert // n == rank else "-"
                     rows[there] += 1
                     ends = rank * tall + token, there * tall + expert % n
-                    ax.plot((0, 1), ends, style, color=RANKS[rank], lw=1.5, alpha=0.85)
+                    ax.plot((0, 1), ends, style, color=darker(RANKS[rank]), lw=1.5)
         for rank, tokens in enumerate(chosen):
             for x, count in ((0, len(tokens)), (1, n)):
                 ys = [rank * tall + i for i in range(count)]
-                ax.plot([x] * count, ys, "os"[x], color=RANKS[rank], ms=9, lw=0)
+                shade = RANKS[rank]
+                ax.plot([x] * count, ys, "os"[x], color=shade, mec=darker(shade), ms=9, lw=0)
             ax.text(-0.06, rank * tall, f"rank {rank}, tokens: {len(tokens)}", ha="right", **look)
             for i in range(n):
                 ax.text(1.04, rank * tall + i, f"expert {rank * n + i}", **look)
             ax.text(1.34, rank * tall, f"rank {rank}, rows: {rows[rank]}", **look)
         ax.set(xlim=(-0.4, 1.75), ylim=(ranks * tall - 1, -0.8), xticks=[], yticks=[])
         ax.spines[:].set_visible(False)
-        lines = [ax.plot([], [], style, color=PALE, lw=1.5)[0] for style in "-:"]
-        for line, words in zip(lines, ("to another rank", "stays"), strict=True):
-            line.set_label(words)
-        legend(ax, lines)
+        kinds = (("-", "to another rank"), (":", "stays"))
+        legend(ax, [ax.plot([], [], how, color=PALE, label=said)[0] for how, said in kinds])
         return ax

@@ -14,7 +14,7 @@
 
 To read: `events` (a trace), `account` (one rank's time), `across` (all ranks), `recording` and
 `files`; apart from these, `roofline` and `utilisation`.
-Lesson: reading_a_step
+Lesson: reading_a_step.
 """
 
 from minidist.instruments.tracing.account import both, breakdown, length, strips, union

@@ -30,8 +30,8 @@ import torch
 import torch.distributed as dist
 
 from minidist.instruments.link import Link
-from minidist.instruments.link.lines import LINES
 from minidist.instruments.link.link import Network
+from minidist.instruments.link.shared_lines import LINES
 from minidist.instruments.link.steps import Step
 from minidist.machine.backend.queues import Operation, Until, Wait
 from minidist.machine.backend.segment import HEAD, Arena, Segment, has_ended, hide, unreachable

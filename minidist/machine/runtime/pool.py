@@ -75,9 +75,7 @@ class Pool:
 
         It is looked up where `%%ranks` cells keep their names. A missing one is a RankError.
         """
-        if rank is None:
-            return self(_read, name)
-        return self.on([rank], _read, name)[0]
+        return self(_read, name) if rank is None else self.on([rank], _read, name)[0]
 
     @property
     def is_called(self) -> bool:
@@ -123,10 +121,10 @@ class Pool:
             outcomes = action()
         except KeyboardInterrupt:
             try:
-                message = interruption(processes.whereabouts())
+                told = interruption(processes.whereabouts())
             finally:  # who interrupts again does not want to wait
                 processes.end()
-            raise KeyboardInterrupt(message) from None
+            raise told from None
         except BaseException:
             processes.end()
             raise

@@ -189,17 +189,20 @@ def rank_error(outcomes: list[Outcome], timeout: float, lasts: bool) -> RankErro
     return RankError("\n\n".join(parts), first.rank, tracebacks)
 
 
-def interruption(outcomes: list[Outcome]) -> str:
-    """What a reader who interrupts a cell reads."""
-    return "The ranks were ended. Where they were:\n" + _listed(outcomes)
+def interruption(outcomes: list[Outcome]) -> KeyboardInterrupt:
+    """What a reader who interrupts a call sees. Python ends a program by SIGINT only for a
+    KeyboardInterrupt itself, so this is no class of its own, as RankError is."""
+    message = "The ranks were ended. Where they were:\n" + _listed(outcomes)
+    told = KeyboardInterrupt(message)
+    told._render_traceback_ = lambda: [f"KeyboardInterrupt: {message}"]  # type: ignore[attr-defined]
+    return told
 
 
 def _listed(outcomes: list[Outcome]) -> str:
-    lines = []
-    for where in dict.fromkeys(o.where for o in outcomes):
-        same = [o.rank for o in outcomes if o.where == where]
-        lines.append(f"  {_ranks(same)}: " + where.replace("\n", "\n  "))
-    return "\n".join(lines)
+    there: dict[str, list[int]] = {}
+    for outcome in outcomes:
+        there.setdefault(outcome.where.replace("\n", "\n  "), []).append(outcome.rank)
+    return "\n".join(f"  {_ranks(ranks)}: {where}" for where, ranks in there.items())
 
 
 def _blame(first: Outcome, others: list[Outcome], timeout: float) -> str:
