@@ -1,6 +1,6 @@
 """The puzzles and the exercise of the lesson mixed_parallelism."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ from minidist.course.checks.verdict import (
     NotYet,
     check,
     function,
-    require_norm,
     require_right,
     shown,
 )
@@ -72,6 +71,19 @@ def norm(answer: object) -> None:
             _trial, function(answer), sizes, world_size=8, where=f", {on}", of_rank=""
         )
         require_norm((value for _, value in results), *_squares(sizes), on)
+
+
+def require_norm(
+    values: Iterable[float], squared: float, wrong: Mapping[str, float], on: str
+) -> None:
+    """Refuse the ranks' norms unless each is the root of `squared`, to 12 digits. `wrong` has the
+    squares that mistakes give."""
+    wanted = squared**0.5
+    near = [(n**0.5, f": {says}") for says, n in wrong.items() if abs(n / squared - 1) > 1e-9]
+    for rank, value in enumerate(values):
+        if not abs(value / wanted - 1) <= 1e-12:  # nor is it nan
+            hint = next((says for norm, says in near if abs(value / norm - 1) < 1e-6), "")
+            raise NotYet(f"on {on}, rank {rank} has {value:.12g}, one process {wanted:.12g}{hint}.")
 
 
 def _trial(my_norm: Callable[..., Any], sizes: Sizes) -> tuple[str, float]:

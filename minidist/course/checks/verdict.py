@@ -37,7 +37,7 @@ import re
 import signal
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -281,19 +281,6 @@ def require_right(
             on_rank = f"on {ranks(world_size)}{where}, rank {rank}{of_rank}{wrong}."
             raise NotYet(on_rank if of_rank else f"{wrong}.")
     return results
-
-
-def require_norm(
-    values: Iterable[float], squared: float, wrong: Mapping[str, float], on: str
-) -> None:
-    """Refuse the ranks' norms unless each is the root of `squared`, to 12 digits. `wrong` has the
-    squares that mistakes give."""
-    wanted = squared**0.5
-    near = [(n**0.5, f": {says}") for says, n in wrong.items() if abs(n / squared - 1) > 1e-9]
-    for rank, value in enumerate(values):
-        if not abs(value / wanted - 1) <= 1e-12:  # nor is it nan
-            hint = next((says for norm, says in near if abs(value / norm - 1) < 1e-6), "")
-            raise NotYet(f"on {on}, rank {rank} has {value:.12g}, one process {wanted:.12g}{hint}.")
 
 
 def _in_time(seconds: float, trial: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minidist.course.checks.mixed_parallelism import require_norm
 from minidist.course.checks.verdict import (
     NoTry,
     NotYet,
     check,
     function,
-    require_norm,
     require_right,
     shown,
 )
